@@ -1,0 +1,42 @@
+"""Kernels run in Triton's interpreter where there is no GPU: same code, on CPU tensors."""
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # must be set before a kernel module is imported
+
+from vllm_tokenswift.cuda.cache_layout import CacheLayers  # noqa: E402
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if ON_GPU else "cpu")
+
+
+@pytest.fixture
+def random_caches(device: torch.device) -> Callable[..., CacheLayers]:
+    """Paged KV caches with random contents, in vLLM's logical shape and two physical orders."""
+
+    def make(
+        num_layers: int,
+        num_blocks: int,
+        num_kv_heads: int,
+        block_size: int,
+        head_size: int,
+        dtype: torch.dtype,
+        slots_outermost: bool = True,
+    ) -> CacheLayers:
+        """slots_outermost: order ``LBNHC`` (FlashAttention's default), else ``LBHNC``."""
+        generator = torch.Generator().manual_seed(num_blocks)
+        shape = (num_layers, num_blocks, num_kv_heads, block_size, 2 * head_size)
+        caches = (torch.randn(shape, generator=generator) * 3).to(dtype).to(device)
+        if slots_outermost:
+            caches = caches.transpose(2, 3).contiguous().transpose(2, 3)
+        return CacheLayers.of(list(caches))
+
+    return make
