@@ -10,7 +10,7 @@ ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # must be set before a kernel module is imported
 
-from vllm_tokenswift.cuda.cache_layout import CacheLayers  # noqa: E402
+from vllm_tokenswift.cuda.cache_layout import CacheLayers
 
 
 @pytest.fixture

@@ -86,7 +86,9 @@ def _block_log_sums_kernel(
     member_ok = member < GROUP
     dim = tl.arange(0, HEAD_SIZE_PADDED)
     dim_ok = dim < HEAD_SIZE
-    query_row = (layer.to(tl.int64) * num_reqs + request) * NUM_KV_HEADS * GROUP + kv_head * GROUP + member
+    query_row = (
+        (layer.to(tl.int64) * num_reqs + request) * NUM_KV_HEADS * GROUP + kv_head * GROUP + member
+    )
     query = tl.load(
         queries_ptr + query_row[:, None] * HEAD_SIZE + dim[None, :],
         mask=member_ok[:, None] & dim_ok[None, :],

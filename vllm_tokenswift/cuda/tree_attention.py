@@ -28,6 +28,7 @@ replays, their addresses may not.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -81,7 +82,7 @@ def tree_attention_reference(
 ) -> None:
     """Eager twin of :func:`tree_attention`: same arguments, float32 inside."""
     group = query.shape[1] // key.shape[1]
-    for start, end in zip(tree_start_loc[:-1], tree_start_loc[1:], strict=True):
+    for start, end in itertools.pairwise(tree_start_loc):
         rows = slice(start, end)
         q = query[rows].float().transpose(0, 1)  # [heads, rows, head_size]
         k = key[rows].float().transpose(0, 1).repeat_interleave(group, 0)
