@@ -1,0 +1,71 @@
+"""The cost model: interpolation, extrapolation, agreement through JSON."""
+
+import pytest
+
+from vllm_tokenswift.draft.cost import CostModel
+
+COST = CostModel(
+    verify_points=((17, 34.2), (1, 18.4), (5, 22.2), (9, 26.7)),
+    context_ms_per_token=0.001,
+    chain_ms=0.5,
+    chain_context_ms_per_token=0.002,
+    draft_points=((512, 17.0), (4096, 20.0)),
+)
+
+
+def test_measured_points_are_returned_and_those_between_are_linear() -> None:
+    assert COST.verify_ms(5) == pytest.approx(22.2)
+    assert COST.verify_ms(3) == pytest.approx((18.4 + 22.2) / 2)
+
+
+def test_the_last_slope_goes_on() -> None:
+    assert COST.verify_ms(25) == pytest.approx(34.2 + 7.5)
+
+
+def test_a_time_that_falls_is_noise() -> None:
+    noisy = CostModel(verify_points=((1, 10.0), (8, 9.0), (16, 12.0)))
+    assert noisy.verify_ms(8) == 10.0
+
+
+def test_the_curve_equals_single_questions() -> None:
+    curve = COST.verify_curve_ms(2, 40)
+    assert curve.tolist() == pytest.approx([COST.verify_ms(n) for n in range(2, 41)])
+
+
+def test_context_and_chains_add_linearly() -> None:
+    assert COST.verify_ms(5, 1000, 2) == pytest.approx(22.2 + 1.0 + 1.0)
+    assert COST.chain_cost_ms(1000) == pytest.approx(0.5 + 2.0)
+
+
+def test_a_draft_pass_costs_by_the_cache_it_reads_and_the_rows_it_adds() -> None:
+    assert COST.draft_pass_ms(512) == pytest.approx(17.0)
+    assert COST.draft_pass_ms(2 * 512, 2) > COST.draft_pass_ms(512) + COST.verify_ms(2) - 18.5
+
+
+def test_a_draft_pass_that_nobody_measured_is_refused() -> None:
+    with pytest.raises(ValueError, match="draft_points"):
+        CostModel(verify_points=((1, 1.0),)).draft_pass_ms(512)
+
+
+def test_json_brings_back_the_same_model() -> None:
+    assert CostModel.from_json(COST.to_json()) == COST
+
+
+@pytest.mark.parametrize("text", ["{}", '{"verify_points": [[1, 2]], "speed": 3}'])
+def test_json_of_something_else_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not a cost model"):
+        CostModel.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"verify_points": ()},
+        {"verify_points": ((1, 0.0),)},
+        {"verify_points": ((1, float("nan")),)},
+        {"verify_points": ((1, 1.0),), "chain_ms": -1.0},
+    ],
+)
+def test_times_that_no_machine_has_are_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="verify_points|chain_ms"):
+        CostModel(**fields)  # type: ignore[arg-type]

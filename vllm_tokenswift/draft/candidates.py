@@ -1,0 +1,198 @@
+"""The common form of what a source offers: a small tree that is opened only where needed.
+
+An :class:`Offer` is opened at a *handle* (``root`` first) and lists the :data:`Step` s a
+path could take next, each with the chance that it is accepted and the gain cell that chance
+came from. The trie opens offers while it looks for the likeliest paths; the gain model
+opens them again along the tokens that really came.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_tokenswift.draft.gain import GainModel
+from vllm_tokenswift.draft.ngrams import Ngram
+from vllm_tokenswift.tree import Source
+
+NO_CELL = -1  # a step whose rate is taken at face value
+Handle = Any  # what an offer needs to find its place again; None where it ends
+
+
+# One candidate token, as a plain tuple because thousands are made for every token written:
+# (token, rate, source, cell, below). rate: estimated chance that it is accepted if its parent
+# is; source: a Source; cell: where the gain model learns that rate, or NO_CELL; below: the
+# offer's handle at this token, None where the offer has nothing further.
+Step = tuple[int, float, int, int, Handle]
+
+_SUFFIX = int(Source.SUFFIX)
+_NGRAM = int(Source.NGRAM)
+
+
+class Offer(ABC):
+    """What one source proposes to follow the bonus token."""
+
+    root: Handle
+
+    @abstractmethod
+    def steps(self, handle: Handle) -> Sequence[Step]:
+        """The candidates below ``handle``, in an order that is a function of the text."""
+
+
+class PathOffer(Offer):
+    """One continuation: what followed an earlier occurrence of the text's end.
+
+    tokens: the path. match_length: how many tokens before it matched.
+    alternative: a longer match says otherwise.
+    """
+
+    root = 0
+
+    def __init__(
+        self,
+        gains: GainModel,
+        tokens: Sequence[int],
+        match_length: int,
+        alternative: bool = False,
+    ) -> None:
+        self._tokens = tokens
+        self._last = len(tokens) - 1
+        self._match_length = match_length
+        self._cells = gains.match_cells(alternative)
+        self._last_cell = self._cells[-1]
+        self._rates = gains.rates
+
+    def steps(self, handle: Handle) -> Sequence[Step]:
+        length = self._match_length + handle
+        cell = self._cells[length] if length < len(self._cells) else self._last_cell
+        below = handle + 1 if handle < self._last else None
+        return ((self._tokens[handle], self._rates[cell], _SUFFIX, cell, below),)
+
+
+class NgramOffer(Offer):
+    """The n-grams that begin with one token, grouped by shared prefixes.
+
+    gains: None takes a token's share among the n-grams at face value (nothing is learned).
+    total: how often that token began an n-gram, the unlisted ones included.
+    """
+
+    def __init__(self, gains: GainModel | None, ngrams: list[Ngram], total: int) -> None:
+        self._gains = gains
+        self.root = (0, total, ngrams)
+        self._root_steps: list[Step] = []
+
+    def steps(self, handle: Handle) -> Sequence[Step]:
+        depth, total, ngrams = handle
+        if depth == 0:
+            if not self._root_steps:
+                self._root_steps = self._open(depth, total, ngrams)
+            return self._root_steps
+        return self._open(depth, total, ngrams)
+
+    def _open(self, depth: int, total: int, ngrams: list[Ngram]) -> list[Step]:
+        gains = self._gains
+        groups: dict[int, list[Ngram]] = {}
+        for ngram in ngrams:
+            token = ngram[0][depth]
+            if token in groups:
+                groups[token].append(ngram)
+            else:
+                groups[token] = [ngram]
+        depth += 1
+        last = depth >= len(ngrams[0][0])
+        steps: list[Step] = []
+        for token, group in groups.items():
+            frequency = group[0][1]
+            for ngram in group[1:]:
+                frequency += ngram[1]
+            below = None if last else (depth, frequency, group)
+            rate, cell = frequency / total, NO_CELL
+            if gains is not None:
+                cell = gains.ngram_cell(frequency, rate, depth)
+                rate = gains.rates[cell]
+            steps.append((token, rate, _NGRAM, cell, below))
+        return steps
+
+
+@dataclass(frozen=True)
+class HeadCandidates:
+    """Top tokens for each depth, whatever the path to it (a Cartesian tree, paper Eq. 1).
+
+    tokens, probabilities: ``[num_depths][width]``, likeliest first, of the constrained
+        distributions. Depth 1 stands first.
+    free: False: from the draft pass (depth 1 is the model's own next token ``l0``, deeper
+        ones are heads). True: heads on the verify pass's hidden state (depth 1 is head 0).
+    """
+
+    tokens: Sequence[Sequence[int]]
+    probabilities: Sequence[Sequence[float]]
+    free: bool
+
+    def __post_init__(self) -> None:
+        if [len(row) for row in self.tokens] != [len(row) for row in self.probabilities]:
+            raise ValueError("HeadCandidates: tokens and probabilities differ in shape")
+
+    @property
+    def num_depths(self) -> int:
+        return len(self.tokens)
+
+    def source(self, depth: int) -> Source:
+        """Where the candidates of ``depth`` (from 1) come from."""
+        if self.free:
+            return Source.FREE_HEADS
+        return Source.SELF if depth == 1 else Source.HEADS
+
+
+class HeadOffer(Offer):
+    """:class:`HeadCandidates` as an offer: every combination of one token per depth.
+
+    gains: None takes the heads' probabilities at face value (nothing is learned).
+    widths: how many tokens each depth offers; depths beyond offer nothing.
+    """
+
+    root = 0
+
+    def __init__(
+        self, gains: GainModel | None, heads: HeadCandidates, widths: Sequence[int]
+    ) -> None:
+        num_depths = min(heads.num_depths, len(widths))
+        self._steps: list[list[Step]] = []
+        for depth in range(1, num_depths + 1):
+            source = heads.source(depth)
+            below = depth if depth < num_depths else None
+            width = widths[depth - 1]
+            row: list[Step] = []
+            for token, probability in zip(
+                heads.tokens[depth - 1][:width],
+                heads.probabilities[depth - 1][:width],
+                strict=True,
+            ):
+                if gains is None:
+                    row.append((token, probability, int(source), NO_CELL, below))
+                else:
+                    cell = gains.head_cell(source, probability, depth)
+                    row.append((token, gains.rates[cell], int(source), cell, below))
+            self._steps.append(row)
+
+    def steps(self, handle: Handle) -> Sequence[Step]:
+        return self._steps[handle]
+
+
+class AfterOffer(Offer):
+    """Another offer one step down: what would follow if ``token`` came first.
+
+    The first step claims nothing of its own (rate 0): whoever offers ``token`` at the root
+    is continued by it.
+    """
+
+    root = None
+
+    def __init__(self, token: int, offer: Offer) -> None:
+        self._first = ((token, 0.0, int(Source.UNKNOWN), NO_CELL, offer.root),)
+        self._offer = offer
+
+    def steps(self, handle: Handle) -> Sequence[Step]:
+        return self._first if handle is None else self._offer.steps(handle)
+

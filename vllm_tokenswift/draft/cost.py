@@ -1,0 +1,138 @@
+"""What a pass costs on this machine: measured points, interpolated.
+
+Built once at start-up on rank 0 and broadcast as JSON, so that every rank plans alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Points = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Times in milliseconds.
+
+    verify_points: (tokens in the batch, ms of a target pass at negligible context), at
+        least one. Made monotone (a pass over more tokens is taken to cost at least as much),
+        linear between points, and beyond the last point at the slope of the last segment.
+    context_ms_per_token: what each token of context read by the batch adds.
+    chain_ms: what each attention chain besides a request's main one adds, and
+    chain_context_ms_per_token: per token of the prefix that it reads again. On the CPU every
+        side branch of a tree is a chain; on a GPU the whole tree shares one read (both 0).
+    draft_points: (tokens of partial KV read by the batch, ms of a draft pass for one
+        request), or empty where there is none; further requests add what they add to a
+        verify pass.
+
+    Raises ValueError for values that no machine has.
+    """
+
+    verify_points: Points
+    context_ms_per_token: float = 0.0
+    chain_ms: float = 0.0
+    chain_context_ms_per_token: float = 0.0
+    draft_points: Points = ()
+
+    def __post_init__(self) -> None:
+        if not self.verify_points:
+            raise ValueError("verify_points is empty: a cost model needs at least one point")
+        for name in ("verify_points", "draft_points"):
+            points = _monotone(getattr(self, name))
+            if any(not (size >= 0 and ms > 0) for size, ms in points):
+                raise ValueError(f"{name} must hold sizes >= 0 and times > 0, got {points}")
+            object.__setattr__(self, name, points)
+        for name in ("context_ms_per_token", "chain_ms", "chain_context_ms_per_token"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+
+    def verify_ms(self, num_tokens: int, context_tokens: int = 0, num_chains: int = 0) -> float:
+        """A target pass over ``num_tokens`` query tokens.
+
+        context_tokens: prefix lengths summed over the batch. num_chains: attention chains
+            besides each request's main one (their prefix costs: see :meth:`chain_cost_ms`).
+        """
+        return (
+            _interpolate(self.verify_points, num_tokens)
+            + self.context_ms(context_tokens)
+            + self.chain_ms * num_chains
+        )
+
+    def context_ms(self, context_tokens: int) -> float:
+        """What reading ``context_tokens`` of prefix adds to a pass."""
+        return self.context_ms_per_token * context_tokens
+
+    def verify_curve_ms(self, first: int, last: int) -> npt.NDArray[np.float64]:
+        """float64 ``[last - first + 1]``: a pass over ``first..last`` tokens, no context."""
+        sizes, times = _columns(self.verify_points)
+        tokens = np.arange(first, last + 1)
+        curve: npt.NDArray[np.float64] = np.interp(tokens, sizes, times)
+        beyond = tokens > sizes[-1]
+        if beyond.any():
+            curve[beyond] += _last_slope(self.verify_points) * (tokens[beyond] - sizes[-1])
+        return curve
+
+    def chain_cost_ms(self, context_len: int) -> float:
+        """One side branch of a request whose prefix is ``context_len`` tokens long."""
+        return self.chain_ms + self.chain_context_ms_per_token * context_len
+
+    def draft_pass_ms(self, kv_tokens: int, num_requests: int = 1) -> float:
+        """A draft pass over one token of each request, reading ``kv_tokens`` in all.
+
+        Raises ValueError where no draft pass was measured.
+        """
+        if not self.draft_points:
+            raise ValueError("draft_points is empty: no draft pass was measured")
+        more_rows = _interpolate(self.verify_points, num_requests) - _interpolate(
+            self.verify_points, 1
+        )
+        return _interpolate(self.draft_points, kv_tokens) + more_rows
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> CostModel:
+        """Raises ValueError where the text is not a cost model's."""
+        fields = json.loads(text)
+        try:
+            for name in ("verify_points", "draft_points"):
+                fields[name] = tuple((float(size), float(ms)) for size, ms in fields[name])
+            return cls(**fields)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a cost model: {error}") from error
+
+
+def _monotone(points: Sequence[Sequence[float]]) -> Points:
+    """Sorted by size, times never falling (noise aside, more work takes no less time)."""
+    monotone: list[tuple[float, float]] = []
+    slowest = 0.0
+    for size, ms in sorted((float(size), float(ms)) for size, ms in points):
+        slowest = max(slowest, ms)
+        if monotone and monotone[-1][0] == size:
+            monotone.pop()
+        monotone.append((size, slowest))
+    return tuple(monotone)
+
+
+def _columns(points: Points) -> tuple[list[float], list[float]]:
+    return [size for size, _ in points], [ms for _, ms in points]
+
+
+def _last_slope(points: Points) -> float:
+    if len(points) < 2:
+        return 0.0
+    (size, ms), (last_size, last_ms) = points[-2:]
+    return (last_ms - ms) / (last_size - size)
+
+
+def _interpolate(points: Points, size: float) -> float:
+    sizes, times = _columns(points)
+    if size > sizes[-1]:
+        return times[-1] + _last_slope(points) * (size - sizes[-1])
+    return float(np.interp(size, sizes, times))

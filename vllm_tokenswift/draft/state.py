@@ -1,0 +1,135 @@
+"""What drafting remembers about one request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vllm_tokenswift.draft.candidates import (
+    NO_CELL,
+    AfterOffer,
+    HeadCandidates,
+    HeadOffer,
+    NgramOffer,
+    Offer,
+    PathOffer,
+)
+from vllm_tokenswift.draft.counters import DraftCounters
+from vllm_tokenswift.draft.gain import GainModel
+from vllm_tokenswift.draft.ngrams import NgramTable
+from vllm_tokenswift.draft.self_draft import SelfDraftGain
+from vllm_tokenswift.draft.suffix import SuffixIndex
+from vllm_tokenswift.tree import DraftTree
+
+# Occurrences of the text's end that are offered besides the longest one.
+_MAX_MATCHES = 3
+# First tokens of the heads that are followed up in the text (by suffix and n-grams), and
+# how probable they have to be.
+_FOLLOWED_HEAD_TOKENS = 2
+_FOLLOWED_HEAD_PROBABILITY = 0.1
+
+
+class DraftState:
+    """The text so far, its indexes, and what was learned about its drafts.
+
+    The last token committed is the *bonus token*: sampled, not yet verified, node 0 of the
+    next tree.
+
+    n, k: see :class:`NgramTable`. max_match: see :class:`SuffixIndex`; 0 switches suffix
+    matching off.
+    """
+
+    def __init__(self, n: int = 4, k: int = 20, max_match: int = 16) -> None:
+        self.table = NgramTable(n, k)
+        self.suffix = SuffixIndex(max_match) if max_match else None
+        self.gains = GainModel()
+        self.self_draft = SelfDraftGain()
+        self.counters = DraftCounters()
+        self.num_tokens = 0
+        self._last_token = -1
+        self._offers: list[Offer] = []
+        self._plain_offers: list[Offer] | None = None
+        self._plain_depth = 0
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append committed tokens (the prompt, or what one step emitted, bonus token included).
+
+        What was offered since the last call is compared with them, and learned from.
+        """
+        if not tokens:
+            return
+        for offer in self._offers:
+            self._learn(offer, tokens)
+        if self._offers or self._plain_offers is not None:
+            self.self_draft.observe(len(tokens))
+        self._offers = []
+        self._plain_offers = None
+        self.table.extend(tokens)
+        if self.suffix is not None:
+            self.suffix.extend(tokens)
+        self.num_tokens += len(tokens)
+        self._last_token = tokens[-1]
+
+    def _learn(self, offer: Offer, tokens: Sequence[int]) -> None:
+        """Follow the tokens that came through an offer; each step on the way had its chance."""
+        gains = self.gains
+        handle = offer.root
+        for token in tokens:
+            below = None
+            for candidate, _, _, cell, next_handle in offer.steps(handle):
+                accepted = candidate == token
+                if cell != NO_CELL:
+                    gains.observe(cell, accepted)
+                if accepted:
+                    below = next_handle
+            if below is None:
+                return
+            handle = below
+
+    def observe(self, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
+        """Count a verified tree; accepted_nodes are its nodes on the accepted path (from 1)."""
+        self.counters.observe(tree, accepted_nodes)
+
+    def candidates(self, heads: HeadCandidates | None, max_depth: int) -> list[Offer]:
+        """What every source offers to follow the bonus token, at most ``max_depth`` deep."""
+        if self.num_tokens == 0 or max_depth <= 0:
+            return []
+        if self._plain_offers is None or self._plain_depth != max_depth:
+            self._plain_offers = self._text_offers(max_depth)
+            self._plain_depth = max_depth
+        self._offers = list(self._plain_offers)
+        if heads is not None:
+            self._offers += self._head_offers(heads, max_depth)
+        return self._offers
+
+    def _text_offers(self, max_depth: int) -> list[Offer]:
+        offers: list[Offer] = []
+        if self.suffix is not None:
+            for rank, match in enumerate(self.suffix.match(_MAX_MATCHES)):
+                path = self.suffix.continuation(match, max_depth)
+                offers.append(PathOffer(self.gains, path, match.length, alternative=rank > 0))
+        ngrams = self.table.lookup(self._last_token)
+        if ngrams:
+            offers.append(NgramOffer(self.gains, ngrams, self.table.total(self._last_token)))
+        return offers
+
+    def _head_offers(self, heads: HeadCandidates, max_depth: int) -> list[Offer]:
+        """The heads, and what the text says may follow their first tokens."""
+        widths = [len(row) for row in heads.tokens[:max_depth]]
+        offers: list[Offer] = [HeadOffer(self.gains, heads, widths)]
+        if max_depth < 2 or not widths:
+            return offers
+        followed = zip(
+            heads.tokens[0][:_FOLLOWED_HEAD_TOKENS], heads.probabilities[0], strict=False
+        )
+        for token, probability in followed:
+            if probability < _FOLLOWED_HEAD_PROBABILITY:
+                continue
+            if self.suffix is not None:
+                for match in self.suffix.match_after(token):
+                    path = self.suffix.continuation(match, max_depth - 1, after=(token,))
+                    offers.append(AfterOffer(token, PathOffer(self.gains, path, match.length)))
+            ngrams = self.table.lookup(token)
+            if ngrams:
+                offer = NgramOffer(self.gains, ngrams, self.table.total(token))
+                offers.append(AfterOffer(token, offer))
+        return offers

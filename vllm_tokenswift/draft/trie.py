@@ -1,0 +1,204 @@
+"""Merging all sources' offers into one trie, opened best-first, and cutting it to a tree.
+
+Prefixes that several sources share become one node. The trie is never built whole: a node's
+children are worked out when the node itself is taken, so the work follows the number of
+nodes that are wanted, not the number of paths that are offered.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterator, Sequence
+from operator import itemgetter
+
+from vllm_tokenswift.draft.candidates import (
+    AfterOffer,
+    Handle,
+    HeadCandidates,
+    HeadOffer,
+    NgramOffer,
+    Offer,
+)
+from vllm_tokenswift.draft.ngrams import NgramTable
+from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
+
+# At most one child is accepted, so their chances add up to at most 1. What is too much is
+# taken from all but the surest, which may be sure for a good reason (a long match) and is
+# left at this much at most.
+_MAX_FIRST_RATE = 0.995
+
+Cursor = tuple[Offer, Handle]
+Child = tuple[float, int, int, list[Cursor]]
+# (-path probability, order of discovery, trie, parent node, token, source, cursors)
+_Entry = tuple[float, int, int, int, int, int, list[Cursor]]
+
+
+class Trie:
+    """One request's merged offers.
+
+    chain_only: keep only the likeliest child of each node (requests under a grammar).
+
+    ``tokens``, ``parents``, ``sources`` and ``probabilities`` list the nodes taken so far,
+    in the order they were taken: node ``i + 1`` at index ``i``, parents before children
+    (node 0 is the bonus token). Probabilities are those of the whole path.
+    """
+
+    def __init__(self, offers: Sequence[Offer], chain_only: bool = False) -> None:
+        self.roots: list[Cursor] = [(offer, offer.root) for offer in offers]
+        self._chain_only = chain_only
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.sources: list[int] = []
+        self.probabilities: list[float] = []
+
+    def children(self, cursors: list[Cursor]) -> list[Child]:
+        """(chance if the parent is accepted, token, source, cursors), likeliest first.
+
+        Offers of one source that propose the same token are the same evidence: the larger
+        chance counts. Different sources are taken as independent, 1 - (1 - p)(1 - q), and
+        the node belongs to the surer one.
+        """
+        if len(cursors) == 1:
+            offer, handle = cursors[0]
+            found = [
+                (rate, token, source, [(offer, below)] if below is not None else [])
+                for token, rate, source, _, below in offer.steps(handle)
+            ]
+        else:
+            found = _merge(cursors)
+        if len(found) > 1:
+            found.sort(key=_by_rate, reverse=True)
+            if self._chain_only:
+                del found[1:]
+            else:
+                total = sum(map(_by_rate, found))
+                if total > 1.0:
+                    rate, token, source, below = found[0]
+                    first = min(rate, _MAX_FIRST_RATE)
+                    scale = (1.0 - first) / (total - rate)
+                    found = [(r * scale, t, s, c) for r, t, s, c in found]
+                    found[0] = (first, token, source, below)
+        return found
+
+    def tree(self, num_nodes: int, without: Collection[int] = ()) -> DraftTree:
+        """The first ``num_nodes`` taken, depth-first, likeliest child first.
+
+        without: nodes to leave out together with everything below them.
+        """
+        if num_nodes == 0:
+            return EMPTY_TREE
+        children: list[list[int]] = [[] for _ in range(num_nodes + 1)]
+        for node in range(1, num_nodes + 1):
+            if node not in without:
+                children[self.parents[node - 1]].append(node)
+        tokens: list[int] = []
+        parents: list[int] = []
+        sources: list[int] = []
+        probabilities: list[float] = []
+        stack = [(node, 0) for node in reversed(children[0])]
+        while stack:
+            node, parent = stack.pop()
+            tokens.append(self.tokens[node - 1])
+            parents.append(parent)
+            sources.append(self.sources[node - 1])
+            probabilities.append(self.probabilities[node - 1])
+            place = len(tokens)
+            for child in reversed(children[node]):
+                stack.append((child, place))
+        return DraftTree.build(tokens, parents, sources, probabilities)
+
+
+def _merge(cursors: list[Cursor]) -> list[Child]:
+    """The children of several offers, one for each token."""
+    places: dict[int, int] = {}
+    found: list[Child] = []
+    evidence: dict[int, dict[int, float]] = {}  # only of tokens with more than one offer
+    for offer, handle in cursors:
+        for token, rate, source, _, below in offer.steps(handle):
+            place = places.get(token)
+            if place is None:
+                places[token] = len(found)
+                found.append((rate, token, source, [] if below is None else [(offer, below)]))
+                continue
+            first_rate, _, first_source, cursors_below = found[place]
+            rates = evidence.setdefault(token, {first_source: first_rate})
+            if rate > rates.get(source, -1.0):
+                rates[source] = rate
+            if below is not None:
+                cursors_below.append((offer, below))
+    for token, rates in evidence.items():
+        miss = 1.0
+        for rate in rates.values():
+            miss *= 1.0 - rate
+        place = places[token]
+        found[place] = (1.0 - miss, token, max(rates, key=rates.__getitem__), found[place][3])
+    return found
+
+
+_by_rate = itemgetter(0)
+
+
+def take_best_first(
+    tries: Sequence[Trie], limits: Sequence[int], min_probability: float = 0.0
+) -> Iterator[tuple[int, float]]:
+    """Take nodes over all tries in order of their path probability.
+
+    limits: the most nodes each trie may give. min_probability: paths at or below it are
+    not offered. Yields (trie, path probability) for every node taken.
+    """
+    heap: list[_Entry] = []
+    order = 0
+    for index, trie in enumerate(tries):
+        if limits[index] > 0:
+            for rate, token, source, below in trie.children(trie.roots):
+                if rate > min_probability:
+                    order += 1
+                    heap.append((-rate, order, index, 0, token, source, below))
+    heapq.heapify(heap)
+    heappush, heappop = heapq.heappush, heapq.heappop
+    while heap:
+        negative, _, index, parent, token, source, cursors = heappop(heap)
+        trie = tries[index]
+        node = len(trie.tokens) + 1
+        limit = limits[index]
+        if node > limit:
+            continue
+        trie.tokens.append(token)
+        trie.parents.append(parent)
+        trie.sources.append(source)
+        trie.probabilities.append(-negative)
+        yield index, -negative
+        if cursors and node < limit:
+            for rate, token, source, below in trie.children(cursors):
+                negative_path = negative * rate
+                if -negative_path > min_probability:
+                    order += 1
+                    heappush(heap, (negative_path, order, index, node, token, source, below))
+
+
+def grow_tree(offers: Sequence[Offer], budget: int, chain_only: bool = False) -> DraftTree:
+    """The ``budget`` likeliest nodes that the offers hold, merged."""
+    trie = Trie(offers, chain_only)
+    for _ in take_best_first([trie], [budget]):
+        pass
+    return trie.tree(len(trie.tokens))
+
+
+def paper_tree(
+    heads: HeadCandidates,
+    table: NgramTable,
+    budget: int,
+    widths: Sequence[int] = (1, 3, 3, 3),
+    chain_only: bool = False,
+) -> DraftTree:
+    """The paper's setting: a fixed Cartesian tree and the ``k`` n-grams after ``argmax p_0``.
+
+    Probabilities are the heads' and the n-grams' shares at face value; where the budget is
+    smaller than the tree (the paper's has up to 101 nodes), they say what is kept.
+    """
+    offers: list[Offer] = [HeadOffer(None, heads, widths)]
+    first = heads.tokens[0][0]
+    ngrams = table.lookup(first)
+    if ngrams:
+        offers.append(AfterOffer(first, NgramOffer(None, ngrams, table.total(first))))
+    return grow_tree(offers, budget, chain_only)
