@@ -79,17 +79,18 @@ def bundled_heads() -> list[str]:
 
 
 def resolve(path: str | Path) -> Path:
-    """The local folder of heads given as a folder, a bundled name or a hub repository.
+    """The local folder of heads given as a folder, a file in it, a bundled name or a hub
+    repository.
 
-    Raises ValueError where it is none of the three.
+    Raises ValueError where it is none of them.
     """
     folder = Path(path)
     if folder.is_dir():
         return folder
     if str(path) in bundled_heads():
         return BUNDLED_FOLDER / str(path)
-    if folder.exists():
-        raise ValueError(f"heads {str(path)!r} is a file; name the folder that holds it")
+    if folder.is_file():
+        return folder.parent
     try:
         return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors"]))
     except (HFValidationError, RepositoryNotFoundError, OSError) as error:
@@ -209,7 +210,7 @@ def load_heads(
 ) -> DraftHeads:
     """Load heads in any of the three layouts, ready to draft (evaluation, no gradients).
 
-    path: a folder, the name of bundled heads, or a hub repository.
+    path: a folder or a file in it, the name of bundled heads, or a hub repository.
     hidden_size: of the target.
     target_config: the target's ``transformers`` configuration (or the dict of its
         ``config.json``); when given, its shape must be the one the heads were trained
