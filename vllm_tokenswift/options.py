@@ -196,9 +196,6 @@ class TokenSwiftOptions:
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.head_tree, list):
-            # JSON has no tuples.
-            object.__setattr__(self, "head_tree", tuple(self.head_tree))
         for field in dataclasses.fields(self):
             _check(field.name, getattr(self, field.name), field.metadata["option"])
         self._check_together()
@@ -271,6 +268,9 @@ class TokenSwiftOptions:
         values = dict(given)
         if values.get("preset") is not None:
             values = {**_preset(values["preset"]), **values}
+        if isinstance(values.get("head_tree"), list):
+            # JSON has no tuples.
+            values["head_tree"] = tuple(values["head_tree"])
         return cls(**values)
 
 

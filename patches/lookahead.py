@@ -1,0 +1,24 @@
+"""Replacement in ``vllm/config/vllm.py``: KV slots for the draft pass."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_tokenswift import ways_in
+from vllm_tokenswift.options import TokenSwiftOptions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def num_lookahead_tokens(original: Callable[[Any], int]) -> Callable[[Any], int]:
+    @functools.wraps(original)
+    def replacement(self: VllmConfig) -> int:
+        if not ways_in.is_active(self.speculative_config):
+            return original(self)
+        additional: Any = self.additional_config
+        return TokenSwiftOptions.from_dict(additional[ways_in.CONFIG_KEY]).lookahead_tokens
+
+    return replacement

@@ -1,0 +1,32 @@
+"""Replacement in ``vllm/sampling_params.py``: parameters that vLLM refuses under speculation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_tokenswift import ways_in
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig
+    from vllm.sampling_params import SamplingParams
+
+
+def validate_spec_decode(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def replacement(self: SamplingParams, speculative_config: SpeculativeConfig | None) -> Any:
+        if not ways_in.is_active(speculative_config):
+            return original(self, speculative_config)
+        from vllm.exceptions import VLLMValidationError
+
+        from vllm_tokenswift.sampling.params import validate
+
+        try:
+            validate(self)
+        except ValueError as error:
+            # The server answers 400 to this class, 500 to others.
+            raise VLLMValidationError(str(error)) from error
+        return None
+
+    return replacement
