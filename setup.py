@@ -22,5 +22,6 @@ setup(
     extras_require={
         "gpu": [f"vllm>={_minors[0]},<{_next_minor}"],
         "cpu": [_versions["CPU_BUILD"]],
+        "dev": ["mypy>=1.18", "pytest>=8.4", "ruff>=0.14", "scipy>=1.15"],
     },
 )

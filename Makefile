@@ -1,0 +1,66 @@
+# vllm-tokenswift: everything runs in a virtual environment of its own, .venv.
+#
+#   make demo       a real model writes a long text twice, plain and with TokenSwift
+#   make test       the tests
+#   make quality    ruff, mypy and the drift tests
+#   make bench      losslessness and speed on this machine, into benchmarks/results/
+#   make drift-033  the signatures relied upon, against vLLM 0.33's wheel
+
+VENV := .venv
+# vLLM has wheels for these; the first one that runs is taken.
+PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,\
+            $(if $(shell $(p) --version 2>/dev/null),$(p))))
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+INSTALLED := $(VENV)/.installed
+
+# No downloads of models, no statistics sent, little memory, and no wait for the GPU's
+# or CPU's compiled kernels in tests.
+ENGINE_ENV := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPACE=2 \
+              TOKENIZERS_PARALLELISM=false
+TEST_ENV := $(ENGINE_ENV) VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING
+
+.PHONY: venv model demo test quality bench drift-033 signatures readme clean
+
+venv: $(INSTALLED)
+
+$(INSTALLED): setup.py pyproject.toml vllm_tokenswift/versions.py scripts/install_vllm.py
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) packaging
+	$(BIN)/python scripts/install_vllm.py
+	$(PIP) --editable ".[dev]"
+	touch $@
+
+model: venv
+	$(ENGINE_ENV) $(BIN)/vllm-tokenswift prepare-model
+
+demo: model
+	$(ENGINE_ENV) $(BIN)/python -m vllm_tokenswift.demo
+
+test: model
+	$(TEST_ENV) $(BIN)/python -m pytest
+
+quality: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(TEST_ENV) $(BIN)/python -m pytest -q tests/test_drift.py tests/test_patches.py
+
+bench: model
+	$(ENGINE_ENV) $(BIN)/python -m benchmarks.losslessness
+	$(ENGINE_ENV) $(BIN)/python -m benchmarks.cpu_speed
+
+# Downloads the wheel (300 MB) without its dependencies and reads its source.
+drift-033: venv
+	$(BIN)/python scripts/signatures.py --version 0.33.0 --check
+
+signatures: venv
+	$(BIN)/python scripts/signatures.py --version 0.32.0 --write
+	$(BIN)/python scripts/signatures.py --version 0.33.0 --write
+
+# The options table in README.md, from the dataclass; a test compares the two.
+readme: venv
+	$(BIN)/python scripts/readme_options.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
