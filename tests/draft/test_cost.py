@@ -67,5 +67,5 @@ def test_json_of_something_else_is_refused(text: str) -> None:
     ],
 )
 def test_times_that_no_machine_has_are_refused(fields: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="verify_points|chain_ms"):
+    with pytest.raises(ValueError, match=r"verify_points|chain_ms"):
         CostModel(**fields)  # type: ignore[arg-type]

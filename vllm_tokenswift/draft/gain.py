@@ -84,13 +84,13 @@ class GainModel:
         """
         return self._alternative_cells if alternative else self._match_cells
 
-    def ngram_cell(self, count: int, share: float, depth: int) -> int:
-        """Cell of an n-gram's token: seen ``count`` times here, in ``share`` of the cases.
+    def ngram_cell(self, frequency: int, share: float, depth: int) -> int:
+        """Cell of an n-gram's token: seen ``frequency`` times here, in ``share`` of the cases.
 
         depth: from 1, counted from the n-gram's first token.
         """
         row = (min(depth, _NGRAM_DEPTHS) - 1) * len(_COUNT_TRUST) + bisect_right(
-            _COUNT_EDGES, count
+            _COUNT_EDGES, frequency
         )
         return self._first_ngram + row * len(_SHARE_CENTRES) + bisect_right(_SHARE_EDGES, share)
 

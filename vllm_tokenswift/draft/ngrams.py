@@ -9,16 +9,13 @@ insertion into a list of at most ``k`` keeps the top-k exact and a look-up is a 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 _TOKEN_BITS = 24
 
 
-class Ngram(NamedTuple):
-    """``tokens`` follow the first token (n - 1 of them); ``frequency``: how often it was seen."""
-
-    tokens: tuple[int, ...]
-    frequency: int
+# (the tokens after the first, n - 1 of them; how often the n-gram was seen). A plain tuple:
+# there are many, and the garbage collector leaves plain tuples of numbers alone.
+Ngram = tuple[tuple[int, ...], int]
 
 
 class NgramTable:
@@ -66,26 +63,28 @@ class NgramTable:
             counts[key] = count
             top = ranked.get(first)
             if top is None:
-                ranked[first] = [Ngram(recent, 1)]
+                ranked[first] = [(recent, count)]
                 totals[first] = 1
                 continue
             totals[first] += 1
-            self._rank(top, Ngram(recent, count))
+            if top[0][0] == recent:
+                top[0] = (recent, count)
+            elif len(top) < k or top[-1][1] <= count:
+                self._rank(top, recent, count)
         self._key, self._recent = key, recent
 
-    def _rank(self, top: list[Ngram], ngram: Ngram) -> None:
+    def _rank(self, top: list[Ngram], tokens: tuple[int, ...], frequency: int) -> None:
         """Move an n-gram that was just seen to its place: by count, of equals the newest first."""
-        tokens, frequency = ngram
-        if len(top) >= self.k and top[-1].frequency > frequency:
-            return
-        place = len(top)
-        for rank, other in enumerate(top):
-            if other.frequency <= frequency and rank < place:
+        place = -1
+        for rank, (other_tokens, other_frequency) in enumerate(top):
+            if place < 0 and other_frequency <= frequency:
                 place = rank
-            if other.tokens == tokens:
+            if other_tokens == tokens:
                 del top[rank]
                 break
-        top.insert(place, ngram)
+        if place < 0:
+            place = len(top)
+        top.insert(place, (tokens, frequency))
         if len(top) > self.k:
             top.pop()
 

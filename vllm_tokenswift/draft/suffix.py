@@ -19,6 +19,23 @@ _TOKEN_BITS = 24
 _TEXT_START = -1  # stands before position 0 and equals no token
 
 
+
+def _shared(text: array[int], end: int, other: int, known: int, limit: int) -> int:
+    """Length, at most ``limit``, of the common suffix of the texts ending at two places.
+
+    end, other: indices of the last tokens, ``other`` the earlier; the last ``known`` tokens
+    are known to be equal.
+    """
+    if (
+        other >= limit
+        and text[end - limit + 1 : end - known + 1] == text[other - limit + 1 : other - known + 1]
+    ):
+        return limit
+    while known < limit and text[end - known] == text[other - known]:
+        known += 1
+    return known
+
+
 class Match(NamedTuple):
     """An earlier occurrence of the text's end: ``length`` equal tokens, then what followed.
 
@@ -48,7 +65,7 @@ class SuffixIndex:
         self._children: dict[int, int] = {}
         self._depth = array("i", [0])
         self._latest = array("i", [0])  # index into _text where this context last ended
-        self._path: list[tuple[int, int]] = []  # (length, end in _text), shortest first
+        self._num_indexed = 0  # tokens whose context is in the trie: all but the newest
 
     def __len__(self) -> int:
         """Number of tokens in the text."""
@@ -56,42 +73,37 @@ class SuffixIndex:
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append committed tokens. Token ids must lie in 0 .. 2**24 - 1."""
-        for token in tokens:
-            self._text.append(token)
-            self._insert()
-
-    def _insert(self) -> None:
-        """Add the context that ends at the newest token; remember the matches on the way."""
+        self._text.extend(tokens)
         text, children, depths, latest = self._text, self._children, self._depth, self._latest
-        end = len(text) - 1
         max_match = self.max_match
-        path: list[tuple[int, int]] = []
-        node = depth = 0
-        while True:
-            key = (node << _TOKEN_BITS) + text[end - depth] + 1
-            child = children.get(key, 0)
-            if not child:
-                children[key] = self._new_node(max_match, end)
-                break
-            other = latest[child]
-            below = depths[child]
-            shared = depth + 1
-            while shared < below and text[end - shared] == text[other - shared]:
-                shared += 1
-            path.append((shared, other))
-            if shared < below:
-                # The edge parts here: an inner node takes the shared upper half of it.
-                inner = self._new_node(shared, end)
-                children[key] = inner
-                children[(inner << _TOKEN_BITS) + text[other - shared] + 1] = child
-                leaf = self._new_node(max_match, end)
-                children[(inner << _TOKEN_BITS) + text[end - shared] + 1] = leaf
-                break
-            latest[child] = end
-            if below == max_match:
-                break
-            node, depth = child, below
-        self._path = path
+        # The newest token's context stays out, so that looking it up cannot find itself.
+        for end in range(self._num_indexed + 1, len(text) - 1):
+            node = depth = 0
+            while True:
+                key = (node << _TOKEN_BITS) + text[end - depth] + 1
+                child = children.get(key, 0)
+                if not child:
+                    children[key] = self._new_node(max_match, end)
+                    break
+                below = depths[child]
+                depth += 1
+                if below > depth:
+                    other = latest[child]
+                    shared = _shared(text, end, other, depth, below)
+                    if shared < below:
+                        # The edge parts here: an inner node takes its shared upper half.
+                        inner = self._new_node(shared, end)
+                        children[key] = inner
+                        inner <<= _TOKEN_BITS
+                        children[inner + text[other - shared] + 1] = child
+                        children[inner + text[end - shared] + 1] = self._new_node(max_match, end)
+                        break
+                    depth = below
+                latest[child] = end
+                if depth == max_match:
+                    break
+                node = child
+        self._num_indexed = max(len(text) - 2, 0)
 
     def _new_node(self, depth: int, end: int) -> int:
         self._depth.append(depth)
@@ -104,33 +116,34 @@ class SuffixIndex:
         The first is the longest (of equally long ones the most recent). Further ones are
         shorter or older and continue with a *different* token than every one before.
         """
-        return self._distinct(self._path, len(self._text) - 1, max_matches)
+        return self._find(max_matches)
 
     def match_after(self, token: int, max_matches: int = 1) -> list[Match]:
-        """What :meth:`match` would return if ``token`` were appended; changes nothing."""
+        """What :meth:`match` would return if ``token`` were appended; changes nothing.
+
+        Except that the text's newest token is not looked at as an earlier occurrence.
+        """
+        self._text.append(token)
+        matches = self._find(max_matches)
+        self._text.pop()
+        return matches
+
+    def _find(self, max_matches: int) -> list[Match]:
+        """Occurrences of the text's end among the indexed contexts."""
         text, children, depths, latest = self._text, self._children, self._depth, self._latest
-        path: list[tuple[int, int]] = []
-        text.append(token)
         end = len(text) - 1
+        path: list[tuple[int, int]] = []  # (length, where it ended in _text), shortest first
         node = depth = 0
         while depth < self.max_match:
             child = children.get((node << _TOKEN_BITS) + text[end - depth] + 1, 0)
             if not child:
                 break
             other, below = latest[child], depths[child]
-            shared = depth + 1
-            while shared < below and text[end - shared] == text[other - shared]:
-                shared += 1
+            shared = _shared(text, end, other, depth + 1, below)
             path.append((shared, other))
             if shared < below:
                 break
             node, depth = child, below
-        matches = self._distinct(path, end, max_matches)
-        text.pop()
-        return matches
-
-    def _distinct(self, path: list[tuple[int, int]], end: int, max_matches: int) -> list[Match]:
-        text = self._text
         matches: list[Match] = []
         followed_by: set[int] = set()
         for length, other in reversed(path):
@@ -139,19 +152,12 @@ class SuffixIndex:
                 continue
             followed_by.add(follower)
             if length == self.max_match:
-                length = self._measure(end, other, length)
+                limit = min(other, length + self._MEASURED_BEYOND)
+                length = _shared(text, end, other, length, limit)
             matches.append(Match(length, other))
             if len(matches) >= max_matches:
                 break
         return matches
-
-    def _measure(self, end: int, other: int, length: int) -> int:
-        """Length of the common suffix of the texts ending at ``end`` and ``other``."""
-        text = self._text
-        limit = min(other, length + self._MEASURED_BEYOND)
-        while length < limit and text[end - length] == text[other - length]:
-            length += 1
-        return length
 
     def continuation(self, match: Match, length: int, after: Sequence[int] = ()) -> list[int]:
         """The ``length`` tokens that followed the match.

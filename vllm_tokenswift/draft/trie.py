@@ -54,15 +54,19 @@ class Trie:
     def children(self, cursors: list[Cursor]) -> list[Child]:
         """(chance if the parent is accepted, token, source, cursors), likeliest first.
 
-        Offers of one source that propose the same token are the same evidence: the larger
-        chance counts. Different sources are taken as independent, 1 - (1 - p)(1 - q), and
-        the node belongs to the surer one.
+        Offers that propose the same token read the same text, so their chances are not
+        independent (1 - (1 - p)(1 - q) came out half as true as it claimed on prose and code);
+        the surest one counts, and names the node's source.
         """
         if len(cursors) == 1:
             offer, handle = cursors[0]
+            steps = offer.steps(handle)
+            if len(steps) == 1:
+                token, rate, source, _, below = steps[0]
+                return [(rate, token, source, [] if below is None else [(offer, below)])]
             found = [
-                (rate, token, source, [(offer, below)] if below is not None else [])
-                for token, rate, source, _, below in offer.steps(handle)
+                (rate, token, source, [] if below is None else [(offer, below)])
+                for token, rate, source, _, below in steps
             ]
         else:
             found = _merge(cursors)
@@ -87,6 +91,13 @@ class Trie:
         """
         if num_nodes == 0:
             return EMPTY_TREE
+        if not without and self.parents[:num_nodes] == list(range(num_nodes)):
+            return DraftTree.build(
+                self.tokens[:num_nodes],
+                self.parents[:num_nodes],
+                self.sources[:num_nodes],
+                self.probabilities[:num_nodes],
+            )
         children: list[list[int]] = [[] for _ in range(num_nodes + 1)]
         for node in range(1, num_nodes + 1):
             if node not in without:
@@ -112,7 +123,6 @@ def _merge(cursors: list[Cursor]) -> list[Child]:
     """The children of several offers, one for each token."""
     places: dict[int, int] = {}
     found: list[Child] = []
-    evidence: dict[int, dict[int, float]] = {}  # only of tokens with more than one offer
     for offer, handle in cursors:
         for token, rate, source, _, below in offer.steps(handle):
             place = places.get(token)
@@ -120,18 +130,11 @@ def _merge(cursors: list[Cursor]) -> list[Child]:
                 places[token] = len(found)
                 found.append((rate, token, source, [] if below is None else [(offer, below)]))
                 continue
-            first_rate, _, first_source, cursors_below = found[place]
-            rates = evidence.setdefault(token, {first_source: first_rate})
-            if rate > rates.get(source, -1.0):
-                rates[source] = rate
+            best_rate, _, _, cursors_below = found[place]
             if below is not None:
                 cursors_below.append((offer, below))
-    for token, rates in evidence.items():
-        miss = 1.0
-        for rate in rates.values():
-            miss *= 1.0 - rate
-        place = places[token]
-        found[place] = (1.0 - miss, token, max(rates, key=rates.__getitem__), found[place][3])
+            if rate > best_rate:
+                found[place] = (rate, token, source, cursors_below)
     return found
 
 
@@ -154,26 +157,40 @@ def take_best_first(
                 if rate > min_probability:
                     order += 1
                     heap.append((-rate, order, index, 0, token, source, below))
+    if not heap:
+        return
     heapq.heapify(heap)
-    heappush, heappop = heapq.heappush, heapq.heappop
-    while heap:
-        negative, _, index, parent, token, source, cursors = heappop(heap)
+    heappush, heappop, heappushpop = heapq.heappush, heapq.heappop, heapq.heappushpop
+    entry = heappop(heap)
+    while True:
+        negative, _, index, parent, token, source, cursors = entry
         trie = tries[index]
         node = len(trie.tokens) + 1
         limit = limits[index]
-        if node > limit:
-            continue
-        trie.tokens.append(token)
-        trie.parents.append(parent)
-        trie.sources.append(source)
-        trie.probabilities.append(-negative)
-        yield index, -negative
-        if cursors and node < limit:
-            for rate, token, source, below in trie.children(cursors):
-                negative_path = negative * rate
-                if -negative_path > min_probability:
-                    order += 1
-                    heappush(heap, (negative_path, order, index, node, token, source, below))
+        if node <= limit:
+            trie.tokens.append(token)
+            trie.parents.append(parent)
+            trie.sources.append(source)
+            trie.probabilities.append(-negative)
+            yield index, -negative
+            if cursors and node < limit:
+                children = trie.children(cursors)
+                if len(children) == 1:
+                    rate, token, source, below = children[0]
+                    if -negative * rate > min_probability:
+                        order += 1
+                        entry = (negative * rate, order, index, node, token, source, below)
+                        entry = heappushpop(heap, entry)
+                        continue
+                else:
+                    for rate, token, source, below in children:
+                        if -negative * rate > min_probability:
+                            order += 1
+                            entry = (negative * rate, order, index, node, token, source, below)
+                            heappush(heap, entry)
+        if not heap:
+            return
+        entry = heappop(heap)
 
 
 def grow_tree(offers: Sequence[Offer], budget: int, chain_only: bool = False) -> DraftTree:
