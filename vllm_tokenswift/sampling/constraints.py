@@ -83,8 +83,8 @@ def shape_distribution(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     # Sorting a vocabulary is the dearest step of all: only the rows that ask for it.
     every = len(cut) == len(rows)
     index = torch.tensor(cut, device=logits.device)
-    shaped = apply_top_k_top_p(
-        logits if every else logits[index],
+    shaped: torch.Tensor = apply_top_k_top_p(
+        logits if every else logits.index_select(0, index),
         numbers.top_k[index].int() if use_k else None,
         numbers.top_p[index] if use_p else None,
     )
@@ -168,7 +168,7 @@ def _apply_penalties(logits: torch.Tensor, rows: Rows) -> None:
     counts = [state.counts for state in rows.states if state.counts is not None]
     index = torch.tensor(chosen, device=logits.device)
     every = len(chosen) == len(rows)
-    part = logits if every else logits[index]
+    part = logits if every else logits.index_select(0, index)
     apply_count_penalties(
         part,
         counts,

@@ -121,13 +121,11 @@ def _number(
     high: float,
     open_ends: tuple[bool, bool] = (False, False),
 ) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number:
-        number = float(value)  # type: ignore[arg-type]
-        above = number > low if open_ends[0] else number >= low
-        below = number < high if open_ends[1] else number <= high
-        if above and below:
-            return number
+    number = _as_float(value)
+    above = number > low if open_ends[0] else number >= low
+    below = number < high if open_ends[1] else number <= high
+    if above and below:
+        return number
     lower = f"above {low:g}" if open_ends[0] else f"at least {low:g}"
     upper = f"below {high:g}" if open_ends[1] else f"at most {high:g}"
     raise ValueError(f"{name} is {value!r}: it must be a number, {lower} and {upper}")
@@ -135,7 +133,14 @@ def _number(
 
 def _whole(name: str, value: object) -> int:
     # A whole number may arrive as 1024.0 through JSON.
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and value == int(value) and value >= 1:  # type: ignore[call-overload, operator]
-        return int(value)  # type: ignore[call-overload]
+    number = _as_float(value)
+    if number.is_integer() and number >= 1:
+        return int(number)
     raise ValueError(f"{name} is {value!r}: it must be a whole number, at least 1")
+
+
+def _as_float(value: object) -> float:
+    """The number, or NaN (which no bound admits) for anything else."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    return math.nan

@@ -166,7 +166,7 @@ class TreeScorer:
         states = [walk.states[place.group] for place in places]
         rows = Rows(states, [place.path for place in places], self.device)
         index = torch.tensor([walk.row(place) for place in places], device=self.device)
-        shaped = walk.logits[index].to(torch.float32)  # [places, vocab]
+        shaped = walk.logits.index_select(0, index).to(torch.float32)  # [places, vocab]
         apply_constraints(shaped, rows)
         greedy = rows.where(lambda state: state.greedy)
         random = rows.where(lambda state: not state.greedy)
