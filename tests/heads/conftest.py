@@ -7,17 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
 
 from vllm_tokenswift.heads.model import DraftHeads
 
-HIDDEN_SIZE = 32
+HIDDEN_SIZE = 64
 VOCAB_SIZE = 96
 
 
@@ -27,10 +31,10 @@ def _small_target(model_type: str, tied: bool) -> PreTrainedModel:
     sizes = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": HIDDEN_SIZE,
-        "intermediate_size": 48,
+        "intermediate_size": 96,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": 2,  # of size 32, the least that vLLM's CPU attention has
+        "num_key_value_heads": 1,
         "max_position_embeddings": 256,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": tied,
@@ -58,6 +62,16 @@ def _random_heads(form: str, num_heads: int = 3, hidden_size: int = HIDDEN_SIZE)
     return heads
 
 
+def _letters() -> PreTrainedTokenizerFast:
+    """A tokenizer with one token for each printable ASCII character."""
+    vocabulary = {"<s>": 0, "</s>": 1} | {chr(32 + i): i + 2 for i in range(VOCAB_SIZE - 2)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="</s>"))
+    tokenizer.pre_tokenizer = Split(Regex("."), behavior="isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="</s>"
+    )
+
+
 @pytest.fixture
 def small_target() -> Callable[[str, bool], PreTrainedModel]:
     return _small_target
@@ -75,6 +89,7 @@ def target_folder(tmp_path: Path) -> Callable[..., Path]:
     def save(model_type: str = "llama", tied: bool = False) -> Path:
         folder = tmp_path / f"{model_type}-{'tied' if tied else 'untied'}"
         _small_target(model_type, tied).save_pretrained(folder)
+        _letters().save_pretrained(folder)
         return folder
 
     return save

@@ -22,7 +22,7 @@ from vllm_tokenswift.heads.files import INDEX_NAME, new_folder
 from vllm_tokenswift.heads.model import DraftHeads
 from vllm_tokenswift.heads.target import TargetShape
 
-HIDDEN_SIZE = 32
+HIDDEN_SIZE = 64
 Target = Callable[..., Path]
 Heads = Callable[..., DraftHeads]
 
@@ -105,8 +105,8 @@ def test_heads_of_another_hidden_size_are_refused(
         _save_own(tmp_path / "heads", random_heads("released"), _config(target_folder()))
     else:
         write_merged(random_heads("released"), target_folder(), tmp_path / "heads")
-    with pytest.raises(ValueError, match="of hidden size 32, the target's is 64"):
-        _load(tmp_path / "heads", hidden_size=64)
+    with pytest.raises(ValueError, match="of hidden size 64, the target's is 32"):
+        _load(tmp_path / "heads", hidden_size=32)
 
 
 def test_heads_of_another_target_are_refused_by_the_field_that_differs(
@@ -169,12 +169,12 @@ def _change(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> 
         ),
         (lambda t: t.pop("heads.1.linear.weight"), "lacks linear.weight of head 1"),
         (
-            lambda t: t.update({"heads.0.bias": torch.zeros(32)}),
+            lambda t: t.update({"heads.0.bias": torch.zeros(64)}),
             "heads.0.bias, which is no part of TokenSwift heads",
         ),
         (
-            lambda t: t.update({"heads.2.linear.weight": torch.zeros(32, 16)}),
-            r"heads.2.linear.weight in .* has shape \[32, 16\]",
+            lambda t: t.update({"heads.2.linear.weight": torch.zeros(64, 16)}),
+            r"heads.2.linear.weight in .* has shape \[64, 16\]",
         ),
         (
             lambda t: [t.pop(name) for name in list(t) if name.startswith("heads.2.")],
@@ -231,8 +231,8 @@ def test_a_failed_write_leaves_nothing(
     random_heads: Heads, tmp_path: Path, target_folder: Target
 ) -> None:
     before = {p.name for p in tmp_path.iterdir()} | {"llama-untied"}
-    with pytest.raises(ValueError, match="has hidden size 32, the heads have 64"):
-        write_merged(random_heads("linear", hidden_size=64), target_folder(), tmp_path / "out")
+    with pytest.raises(ValueError, match="has hidden size 64, the heads have 32"):
+        write_merged(random_heads("linear", hidden_size=32), target_folder(), tmp_path / "out")
     with pytest.raises(RuntimeError, match="stop"), new_folder(tmp_path / "out") as folder:
         (folder / "half").touch()
         raise RuntimeError("stop")

@@ -310,3 +310,36 @@ def write_merged(heads: DraftHeads, target_folder: Path, out: Path) -> None:
         (draft / INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
         config["medusa_heads"] = heads.num_heads
         (draft / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def convert_heads(path: str | Path, out: Path, target_folder: Path | None) -> None:
+    """Write heads of any layout anew: merged with a target, or alone in our own layout.
+
+    out: a new folder. target_folder: of the target to copy beside the heads; None for our
+    own layout, which needs heads whose target is recorded. Raises ValueError.
+    """
+    info = inspect_heads(path)
+    config = read_json(target_folder / "config.json") if target_folder else None
+    heads = load_heads(
+        path,
+        hidden_size=info.hidden_size,
+        dtype=getattr(torch, info.dtype),
+        device="cpu",
+        target_config=config,
+    )
+    if target_folder is not None:
+        write_merged(heads, target_folder, out)
+        return
+    if info.target is None:
+        raise ValueError(
+            f"{info.path} has no config.json, so the heads' target is not known; put the "
+            "target's config.json beside them"
+        )
+    with new_folder(out) as folder:
+        write_own(
+            heads,
+            folder,
+            target_name=info.target_name or info.path.name,
+            target=info.target,
+            training=info.training,
+        )

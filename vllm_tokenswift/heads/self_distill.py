@@ -10,12 +10,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from vllm_tokenswift.heads.files import read_json, write_text_whole
 from vllm_tokenswift.heads.prompts import built_in_prompts
+
+if TYPE_CHECKING:
+    from vllm.inputs import PromptType
 
 SETTINGS_NAME = "settings.json"
 
@@ -26,7 +34,8 @@ class SelfDistillation:
 
     num_tokens: tokens to write, prompts not counted; the last round may exceed it.
     sampling: keyword arguments of vLLM's ``SamplingParams``, one dict for each recipe;
-        requests take the recipes in turn. They should be the recipes of later use.
+            requests take the recipes in turn. They should be the recipes of later use; the
+        windowed penalty and eta-sampling in ``extra_args`` work.
     text_tokens: the most tokens of one text.
     texts_per_round: requests that vLLM runs together and that are written together.
     prompts: a text file with one prompt on each line, or None for the built-in prompts.
@@ -78,6 +87,24 @@ def _count(file: Path) -> int:
     return sum(len(text["token_ids"]) - text["num_prompt_tokens"] for text in texts)
 
 
+def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """A prompt as the model's users send it: through its chat template if it has one."""
+    if tokenizer.chat_template is None:
+        ids: list[int] = tokenizer.encode(prompt)
+        return ids
+    chat = [{"role": "user", "content": prompt}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    return ids
+
+
+def _processors(sampling: list[dict[str, Any]]) -> list[str]:
+    """What plain vLLM needs to honour TokenSwift's own sampling parameters."""
+    names = {name for recipe in sampling for name in recipe.get("extra_args", {})}
+    processors = {"penalty_theta": "WindowedPenalty", "eta_epsilon": "EtaSampling"}
+    module = "vllm_tokenswift.sampling.processors"
+    return [f"{module}:{kind}" for name, kind in processors.items() if name in names]
+
+
 def write_texts(folder: Path, settings: SelfDistillation) -> None:
     """Write rounds of text into ``folder`` until ``num_tokens`` tokens stand there.
 
@@ -94,24 +121,19 @@ def write_texts(folder: Path, settings: SelfDistillation) -> None:
 
     from vllm import LLM, SamplingParams
 
-    llm = LLM(settings.model, dtype=settings.dtype, seed=settings.seed, **settings.engine)
-    tokenizer = llm.get_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(settings.model)
+    llm = LLM(
+        settings.model,
+        dtype=cast(Literal["bfloat16", "float16", "float32"], settings.dtype),
+        seed=settings.seed,
+        **{"logits_processors": _processors(settings.sampling)} | settings.engine,
+    )
     while written < settings.num_tokens:
         first = round_number * settings.texts_per_round
         numbers = range(first, first + settings.texts_per_round)
-        chosen = [prompts[number % len(prompts)] for number in numbers]
-        if tokenizer.chat_template is not None:
-            chosen = [
-                tokenizer.apply_chat_template(
-                    [{"role": "user", "content": prompt}],
-                    tokenize=False,
-                    add_generation_prompt=True,
-                )
-                for prompt in chosen
-            ]
-        inputs = [
-            {"prompt_token_ids": tokenizer.encode(prompt, add_special_tokens=False)}
-            for prompt in chosen
+        inputs: list[PromptType] = [
+            {"prompt_token_ids": _prompt_ids(tokenizer, prompts[number % len(prompts)])}
+            for number in numbers
         ]
         params = [
             SamplingParams(
@@ -133,6 +155,27 @@ def write_texts(folder: Path, settings: SelfDistillation) -> None:
             lines.append(json.dumps(record))
         write_text_whole(folder / f"round-{round_number:05}.jsonl", "\n".join(lines) + "\n")
         round_number += 1
+
+
+def run_apart(folder: Path, settings: SelfDistillation) -> None:
+    """:func:`write_texts` in a process of its own, outside any group of ranks.
+
+    Raises RuntimeError where it failed; its own output says why.
+    """
+    _start(folder, settings)
+    group = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in group and not name.startswith("TORCHELASTIC_")
+    }
+    module = "vllm_tokenswift.heads.self_distill"
+    command = [sys.executable, "-m", module, str(folder), json.dumps(asdict(settings))]
+    if code := subprocess.run(command, env=environment, check=False).returncode:
+        raise RuntimeError(
+            f"{settings.model} could not write its training text with vLLM (exit code {code}); "
+            "what vLLM printed above says why"
+        )
 
 
 if __name__ == "__main__":
