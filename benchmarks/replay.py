@@ -1,8 +1,5 @@
 """Replays token lists against the planner and a cost model: tokens per iteration, speed-up.
 
-The text is fixed, as if the target wrote it whatever was drafted (which is what lossless
-means), so plans can be compared in seconds and without a model:
-
     python benchmarks/replay.py [--limit 16] [--tokens 3000] [--text FILE ...] [--json OUT]
 
 ``modelled speed-up`` is plain decoding's time over the planned time under the cost model;
@@ -15,16 +12,13 @@ import argparse
 import json
 import random
 import re
-import time
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
-from vllm_tokenswift.draft.candidates import HeadCandidates
 from vllm_tokenswift.draft.cost import CostModel
-from vllm_tokenswift.draft.planner import DraftRequest, PlanMode, Planner
-from vllm_tokenswift.draft.state import DraftState
+from vllm_tokenswift.draft.planner import PlanMode, Planner
+from vllm_tokenswift.draft.replay import noisy_heads, replay
 
 # A 135M model on 2 CPU cores: plain steps, and verify passes of 4, 8 and 16 drafts.
 CPU_COST = CostModel(
@@ -40,120 +34,6 @@ GPU_COST = CostModel(
     draft_points=((0, 6.5), (4096, 6.7)),
 )
 COSTS = {"cpu": CPU_COST, "gpu": GPU_COST}
-
-Heads = Callable[[int], HeadCandidates | None]
-
-
-@dataclass(frozen=True)
-class Replay:
-    """What replaying one text came to. Times in ms; planning_us is host time per iteration."""
-
-    iterations: int
-    tokens: int
-    drafted: int
-    accepted: int
-    self_drafts: int
-    step_ms: float
-    plain_ms: float
-    planning_us: float
-
-    @property
-    def tokens_per_iteration(self) -> float:
-        return self.tokens / self.iterations
-
-    @property
-    def speed_up(self) -> float:
-        return self.plain_ms / self.step_ms
-
-
-def replay(
-    tokens: Sequence[int],
-    planner: Planner,
-    limit: int,
-    prompt_len: int = 1,
-    self_heads: Heads | None = None,
-    free_heads: Heads | None = None,
-    state: DraftState | None = None,
-) -> Replay:
-    """Decode ``tokens[prompt_len:]`` with the planner.
-
-    self_heads, free_heads: for a number of committed tokens, what the heads would offer.
-    """
-    cost = planner.cost
-    state = state or DraftState()
-    state.extend(tokens[: prompt_len + 1])
-    done = prompt_len + 1
-    iterations = drafted = accepted_total = self_drafts = 0
-    step_ms = plain_ms = planning_s = 0.0
-    while done < len(tokens):
-        heads = free_heads(done) if free_heads else None
-        began = time.process_time()
-        if self_heads is not None:
-            request = DraftRequest(state, None, done, limit)
-            if planner.wants_self_draft([request])[0]:
-                heads = self_heads(done)
-                self_drafts += 1
-                step_ms += cost.draft_pass_ms(min(planner.budget, done))
-        tree = planner.plan([DraftRequest(state, heads, done, limit)])[0]
-        planning_s += time.process_time() - began
-
-        accepted: list[int] = []
-        node = 0
-        children = tree.children
-        while done + len(accepted) < len(tokens):
-            child = children[node].get(tokens[done + len(accepted)])
-            if child is None:
-                break
-            accepted.append(child)
-            node = child
-        emitted = tokens[done : done + len(accepted) + 1]
-        chains = len(tree.chains) - 1
-        step_ms += cost.verify_ms(1 + len(tree), done) + chains * cost.chain_cost_ms(done)
-        plain_ms += sum(cost.verify_ms(1, done + i) for i in range(len(emitted)))
-        began = time.process_time()
-        state.observe(tree, accepted)
-        state.extend(emitted)
-        planning_s += time.process_time() - began
-        done += len(emitted)
-        iterations += 1
-        drafted += len(tree)
-        accepted_total += len(accepted)
-    return Replay(
-        iterations,
-        done - prompt_len - 1,
-        drafted,
-        accepted_total,
-        self_drafts,
-        step_ms,
-        plain_ms,
-        planning_s / iterations * 1e6,
-    )
-
-
-def noisy_heads(
-    tokens: Sequence[int], hit_rates: Sequence[Sequence[float]], free: bool, seed: int = 0
-) -> Heads:
-    """Heads that know the text: rank r of depth d holds the true token at ``hit_rates[d][r]``.
-
-    Depth d is the d-th token after the committed ones.
-    """
-
-    def heads(done: int) -> HeadCandidates | None:
-        rng = random.Random(seed * 1_000_003 + done)
-        rows: list[list[int]] = []
-        for depth, rates in enumerate(hit_rates):
-            row = [rng.randrange(1_000_000, 2_000_000) for _ in rates]
-            draw = rng.random()
-            for rank, rate in enumerate(rates):
-                if draw < rate:
-                    if done + depth < len(tokens):
-                        row[rank] = tokens[done + depth]
-                    break
-                draw -= rate
-            rows.append(row)
-        return HeadCandidates(rows, hit_rates, free)
-
-    return heads
 
 
 def hashed_tokens(text: str) -> list[int]:

@@ -195,4 +195,3 @@ class AfterOffer(Offer):
 
     def steps(self, handle: Handle) -> Sequence[Step]:
         return self._first if handle is None else self._offer.steps(handle)
-

@@ -77,9 +77,7 @@ class Planner:
             ("drafted", "plain", "none", "self_draft", "self_draft_probe", "no_self_draft"), 0
         )
 
-    def plan(
-        self, requests: Sequence[DraftRequest], num_other_tokens: int = 0
-    ) -> list[DraftTree]:
+    def plan(self, requests: Sequence[DraftRequest], num_other_tokens: int = 0) -> list[DraftTree]:
         """One tree for each request, empty where it decodes plainly.
 
         num_other_tokens: query tokens of the batch besides these requests' (prefill chunks).

@@ -19,7 +19,6 @@ _TOKEN_BITS = 24
 _TEXT_START = -1  # stands before position 0 and equals no token
 
 
-
 def _shared(text: array[int], end: int, other: int, known: int, limit: int) -> int:
     """Length, at most ``limit``, of the common suffix of the texts ending at two places.
 

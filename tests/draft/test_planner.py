@@ -1,0 +1,233 @@
+"""The planner: limits, chains, backing off, coming back; by replaying texts without a model."""
+
+import itertools
+import random
+
+import pytest
+
+from vllm_tokenswift.draft.candidates import HeadCandidates
+from vllm_tokenswift.draft.cost import CostModel
+from vllm_tokenswift.draft.planner import DraftRequest, Planner
+from vllm_tokenswift.draft.replay import noisy_heads, replay
+from vllm_tokenswift.draft.state import DraftState
+from vllm_tokenswift.tree import DraftTree, Source
+
+CPU = CostModel(
+    verify_points=((1, 18.4), (5, 22.2), (9, 26.7), (17, 34.2)),
+    chain_ms=0.3,
+    chain_context_ms_per_token=0.0004,
+    draft_points=((512, 18.0),),
+)
+GPU = CostModel(
+    verify_points=((1, 6.7), (32, 6.9), (33, 8.0), (64, 8.2), (65, 9.5), (128, 11.5)),
+    context_ms_per_token=4.4e-5,
+    draft_points=((0, 6.5), (4096, 6.7)),
+)
+MACHINES = [pytest.param(CPU, id="cpu"), pytest.param(GPU, id="gpu")]
+
+
+def loop(num_tokens: int, period: int = 40) -> list[int]:
+    rng = random.Random(3)
+    passage = [rng.randrange(49_152) for _ in range(period)]
+    return list(itertools.islice(itertools.cycle(passage), num_tokens))
+
+
+def never_repeating(num_tokens: int) -> list[int]:
+    rng = random.Random(4)
+    return [rng.randrange(49_152) for _ in range(num_tokens)]
+
+
+def digits(num_tokens: int) -> list[int]:
+    """Random numbers written out: short contexts repeat by chance and say nothing."""
+    rng = random.Random(6)
+    return [rng.randrange(10) for _ in range(num_tokens)]
+
+
+def varied(num_tokens: int) -> list[int]:
+    """Phrases of a vocabulary of 60, in random order."""
+    rng = random.Random(5)
+    phrases = [[rng.randrange(2000) for _ in range(rng.randrange(2, 8))] for _ in range(60)]
+    text: list[int] = []
+    while len(text) < num_tokens:
+        text += phrases[min(int(rng.expovariate(0.1)), 59)]
+    return text[:num_tokens]
+
+
+def state_after(text: list[int]) -> DraftState:
+    state = DraftState()
+    state.extend(text)
+    return state
+
+
+@pytest.mark.parametrize("cost", MACHINES)
+def test_a_loop_is_written_at_nearly_the_best_speed_there_is(cost: CostModel) -> None:
+    limit = 16
+    result = replay(loop(1500), Planner(cost), limit, prompt_len=100)
+    best = (1 + limit) * cost.verify_ms(1) / cost.verify_ms(1 + limit)
+    assert result.speed_up > 0.95 * best
+
+
+@pytest.mark.parametrize("cost", MACHINES)
+@pytest.mark.parametrize("text", [never_repeating(1500), digits(1500)], ids=["random", "digits"])
+def test_a_text_that_does_not_repeat_costs_at_most_two_percent(
+    text: list[int], cost: CostModel
+) -> None:
+    result = replay(text, Planner(cost), limit=16)
+    assert result.speed_up > 0.98
+
+
+def test_on_a_text_that_never_repeats_nearly_every_plan_is_empty() -> None:
+    planner = Planner(CPU)
+    replay(never_repeating(1500), planner, limit=16)
+    assert planner.decisions["drafted"] < 0.02 * planner.decisions["plain"]
+
+
+@pytest.mark.parametrize("cost", MACHINES)
+@pytest.mark.parametrize("text", [loop(1500), varied(1500), digits(1500)])
+def test_planning_is_never_much_behind_a_fixed_width(text: list[int], cost: CostModel) -> None:
+    planned = replay(text, Planner(cost), limit=16).speed_up
+    for width in (4, 8, 16):
+        fixed = replay(text, Planner(cost, mode="fixed"), limit=width).speed_up
+        assert planned > 0.97 * fixed
+
+
+@pytest.mark.parametrize("before", [never_repeating(1000), digits(1000)])
+def test_a_loop_after_something_else_is_followed_within_200_tokens(before: list[int]) -> None:
+    after = loop(1200)
+    planner, state = Planner(CPU), DraftState()
+    replay([*before, *after[:200]], planner, 16, state=state)
+    late = replay(after[200:], planner, 16, prompt_len=1, state=state)
+    alone = replay(after[200:], Planner(CPU), 16, prompt_len=1, state=state_after(after[:200]))
+    assert late.step_ms < 1.03 * alone.step_ms
+
+
+@pytest.mark.parametrize("text", [never_repeating(800), digits(800)])
+def test_random_text_after_a_loop_is_decoded_plainly_within_200_tokens(text: list[int]) -> None:
+    planner, state = Planner(CPU), DraftState()
+    replay([*loop(1000), *text[:200]], planner, 16, state=state)
+    late = replay(text[200:], planner, 16, prompt_len=1, state=state)
+    assert late.speed_up > 0.98
+
+
+def test_limits_are_kept_and_zero_means_nothing() -> None:
+    states = [state_after(loop(300)) for _ in range(4)]
+    requests = [
+        DraftRequest(state, None, 300, limit)
+        for state, limit in zip(states, (0, 1, 5, 16), strict=True)
+    ]
+    for mode in ("auto", "fixed", "paper"):
+        trees = Planner(GPU, mode=mode).plan(requests)
+        for tree, request in zip(trees, requests, strict=True):
+            assert len(tree) <= request.limit
+        assert len(trees[3]) > 0
+
+
+def test_a_request_without_history_gets_an_empty_tree() -> None:
+    assert [len(t) for t in Planner(GPU).plan([DraftRequest(DraftState(), None, 0, 8)])] == [0]
+
+
+@pytest.mark.parametrize("mode", ["auto", "fixed", "paper"])
+def test_a_constrained_request_gets_a_chain(mode: str) -> None:
+    heads = HeadCandidates([[5], [6, 7, 8]], [[0.9], [0.4, 0.3, 0.2]], free=False)
+    planner = Planner(GPU, mode=mode)  # type: ignore[arg-type]
+    text = varied(600)
+    for length in range(500, 600, 7):
+        request = DraftRequest(state_after(text[:length]), heads, length, 16, chain_only=True)
+        (tree,) = planner.plan([request])
+        assert tree.is_chain
+        assert len(tree) > 0
+
+
+def test_the_nodes_go_to_the_request_that_will_use_them() -> None:
+    sure, hopeless = state_after(loop(400)), state_after(never_repeating(400))
+    requests = [DraftRequest(hopeless, None, 400, 16), DraftRequest(sure, None, 400, 16)]
+    trees = Planner(CPU).plan(requests)
+    assert len(trees[0]) == 0
+    assert len(trees[1]) == 16
+
+
+def test_nothing_is_drafted_where_every_node_costs_a_step() -> None:
+    compute_bound = CostModel(verify_points=((1, 10.0), (2, 20.0)))
+    planner = Planner(compute_bound)
+    result = replay(loop(500), planner, limit=8)
+    assert result.drafted == 0
+    assert result.speed_up == pytest.approx(1.0)
+
+
+def test_side_branches_are_dropped_where_they_read_the_prefix_again() -> None:
+    flat = CostModel(verify_points=((1, 10.0), (17, 10.5)))
+    dear = CostModel(verify_points=((1, 10.0), (17, 10.5)), chain_context_ms_per_token=0.05)
+    text = varied(900)
+    branches = 0
+    for length in range(800, 900, 5):
+        states = [state_after(text[:length]) for _ in range(2)]
+        (branched,) = Planner(flat).plan([DraftRequest(states[0], None, length, 16)])
+        (chained,) = Planner(dear).plan([DraftRequest(states[1], None, length, 16)])
+        branches += len(branched.chains) - 1
+        assert len(chained.chains) == 1
+    assert branches > 0
+
+
+def test_plans_repeat_exactly() -> None:
+    text = varied(600)
+    first, second = (replay(text, Planner(CPU), 16) for _ in range(2))
+    assert (first.step_ms, first.drafted) == (second.step_ms, second.drafted)
+
+
+def test_the_self_draft_pass_is_not_wanted_within_the_budget() -> None:
+    request = DraftRequest(state_after(varied(400)), None, 400, 16)
+    assert Planner(GPU, budget=400).wants_self_draft([request]) == [False]
+
+
+def test_the_self_draft_pass_is_wanted_where_it_is_cheap_and_the_text_unsure() -> None:
+    long_context = CostModel(
+        verify_points=((1, 7.0), (33, 7.2)), context_ms_per_token=1e-3, draft_points=((512, 7.0),)
+    )
+    text = never_repeating(30_000)
+    heads = noisy_heads(text, [[0.9], [0.2, 0.1, 0.05]], free=False)
+    planner = Planner(long_context, budget=512)
+    result = replay(text, planner, 16, prompt_len=29_500, self_heads=heads)
+    assert result.self_drafts > 0.9 * result.iterations
+    assert result.speed_up > 1.5
+
+
+def test_a_self_draft_pass_that_does_not_pay_is_only_probed() -> None:
+    text = never_repeating(3000)
+    heads = noisy_heads(text, [[0.3], [0.05]], free=False)
+    planner = Planner(CPU, budget=64)
+    result = replay(text, planner, 16, prompt_len=1000, self_heads=heads)
+    assert result.self_drafts > 0
+    assert result.speed_up > 0.98
+
+
+def test_the_paper_mode_drafts_its_tree_every_time() -> None:
+    text = varied(600)
+    heads = noisy_heads(text, [[0.9], [0.1, 0.05, 0.02], [0.1, 0.05, 0.02]], free=False)
+    planner = Planner(GPU, mode="paper")
+    request = DraftRequest(state_after(text[:500]), None, 500, 128)
+    assert planner.wants_self_draft([request]) == [True]
+    (tree,) = planner.plan([DraftRequest(request.state, heads(500), 500, 128)])
+    assert len(tree) >= 1 + 3 + 9
+    assert {Source.SELF, Source.HEADS} <= set(tree.sources.tolist())
+
+
+def test_free_heads_are_drafted_once_they_are_seen_to_hit() -> None:
+    text = never_repeating(800)
+    good = noisy_heads(text, [[0.8], [0.6]], free=True)
+    bad = noisy_heads(text, [[0.02], [0.01]], free=True)
+    assert replay(text, Planner(CPU), 8, free_heads=good).speed_up > 1.3
+    assert replay(text, Planner(CPU), 8, free_heads=bad).speed_up > 0.98
+
+
+def test_counters_tell_what_was_drafted_and_accepted() -> None:
+    state = DraftState()
+    state.observe(DraftTree.build([1, 2, 3], [0, 1, 0], [Source.SUFFIX] * 2 + [Source.NGRAM]), [1])
+    assert state.counters.drafted[Source.SUFFIX] == 2
+    assert state.counters.accepted[Source.SUFFIX] == 1
+    assert state.counters.drafted[Source.NGRAM] == 1
+    assert state.counters.accepted[Source.NGRAM] == 0
+
+
+def test_an_unknown_plan_is_refused() -> None:
+    with pytest.raises(ValueError, match="plan must be one of auto, paper, fixed"):
+        Planner(CPU, mode="greedy")  # type: ignore[arg-type]
