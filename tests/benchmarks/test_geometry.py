@@ -15,7 +15,8 @@ def load_geometry() -> ModuleType:
     """benchmarks/ holds scripts, not a package."""
     path = Path(__file__).parents[2] / "benchmarks" / "geometry.py"
     spec = importlib.util.spec_from_file_location("geometry", path)
-    assert spec and spec.loader
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["geometry"] = module
     spec.loader.exec_module(module)

@@ -21,6 +21,7 @@ CUDA graphs. The launch depends on shapes alone (``max_blocks`` of the block tab
 view); lengths and table contents may change between replays.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 from __future__ import annotations
 
 import torch
@@ -52,7 +53,7 @@ def block_scores_reference(
     return masses
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "max_blocks", "table_stride"])
 def _block_log_sums_kernel(
     queries_ptr,  # [num_layers, num_reqs, num_heads, head_size]
     addresses_ptr,  # [num_layers]
@@ -123,7 +124,7 @@ def _block_log_sums_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "max_blocks"])
 def _head_log_sums_kernel(
     log_sums_ptr,  # [num_layers, num_reqs, num_heads, max_blocks]
     seq_lens_ptr,  # [num_reqs]
@@ -154,7 +155,7 @@ def _head_log_sums_kernel(
     tl.store(head_log_sums_ptr + row, overall + tl.log2(tl.maximum(total, 1e-30)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "max_blocks"])
 def _block_masses_kernel(
     log_sums_ptr,  # [num_layers, num_reqs, num_heads, max_blocks]
     head_log_sums_ptr,  # [num_layers, num_reqs, num_heads]

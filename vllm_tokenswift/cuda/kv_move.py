@@ -15,10 +15,11 @@ does. Slots of different requests must differ.
 
 Sentinel. A negative ``src`` means no move.
 
-CUDA graphs. The launch depends on shapes alone; the contents of ``src_slots`` and
+CUDA graphs. The launch depends on shapes and ``num_moves``; the contents of ``src_slots`` and
 ``dst_slots`` may change between replays.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 from __future__ import annotations
 
 import torch
@@ -42,18 +43,19 @@ def move_kv_reference(
         cache[dst // size, :, dst % size] = cache[src // size, :, src % size].clone()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_moves"])
 def _move_kv_kernel(
     addresses_ptr,  # [num_layers]
     src_slots_ptr,  # [num_reqs, max_moves]
     dst_slots_ptr,  # [num_reqs, max_moves]
+    num_moves,
+    slots_stride,
     block_stride,
     head_stride,
     token_stride,
     BLOCK_SIZE: tl.constexpr,
     HEAD_ELEMENTS: tl.constexpr,
     SLOT_ELEMENTS: tl.constexpr,
-    MAX_MOVES: tl.constexpr,
     STRIPE: tl.constexpr,
     ELEMENT: tl.constexpr,
 ):
@@ -64,10 +66,10 @@ def _move_kv_kernel(
     element_ok = element < SLOT_ELEMENTS
     in_slot = (element // HEAD_ELEMENTS) * head_stride + element % HEAD_ELEMENTS
 
-    for move in range(MAX_MOVES):
-        src = tl.load(src_slots_ptr + request * MAX_MOVES + move).to(tl.int64)
+    for move in range(num_moves):
+        src = tl.load(src_slots_ptr + request * slots_stride + move).to(tl.int64)
         if src >= 0:
-            dst = tl.load(dst_slots_ptr + request * MAX_MOVES + move).to(tl.int64)
+            dst = tl.load(dst_slots_ptr + request * slots_stride + move).to(tl.int64)
             src_at = (src // BLOCK_SIZE) * block_stride + (src % BLOCK_SIZE) * token_stride
             dst_at = (dst // BLOCK_SIZE) * block_stride + (dst % BLOCK_SIZE) * token_stride
             moved = tl.load(cache_ptr + src_at + in_slot, mask=element_ok)
@@ -78,6 +80,7 @@ def move_kv(
     layers: CacheLayers,
     src_slots: torch.Tensor,
     dst_slots: torch.Tensor,
+    num_moves: int | None = None,
     stripe: int = 512,
     num_warps: int = 2,
 ) -> None:
@@ -85,6 +88,7 @@ def move_kv(
 
     src_slots, dst_slots: int64 or int32 ``[num_reqs, max_moves]`` on the device, KV
     slots (physical block * block size + offset); moves of a request by rising depth.
+    num_moves: moves of each request that are looked at; all unless given.
     """
     num_reqs, max_moves = src_slots.shape
     slot_elements = layers.num_kv_heads * 2 * layers.head_size
@@ -94,13 +98,14 @@ def move_kv(
         layers.addresses,
         src_slots,
         dst_slots,
+        max_moves if num_moves is None else num_moves,
+        src_slots.stride(0),
         block_stride,
         head_stride,
         token_stride,
         BLOCK_SIZE=layers.block_size,
         HEAD_ELEMENTS=2 * layers.head_size,
         SLOT_ELEMENTS=slot_elements,
-        MAX_MOVES=max_moves,
         STRIPE=stripe,
         ELEMENT=_INTEGERS[layers.dtype.itemsize],
         num_warps=num_warps,

@@ -22,6 +22,7 @@ request's text and of ``path`` beyond a row's depth are never read as tokens.
 CUDA graphs. The launch depends on shapes alone.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 from __future__ import annotations
 
 import torch
@@ -67,7 +68,7 @@ def _window_token(
     return tl.where(in_path, drafted, token), inside
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "max_depth"])
 def _penalised_values_kernel(
     logits_ptr,  # [num_rows, vocab]
     values_ptr,  # [num_rows, width + max_depth]
@@ -89,7 +90,7 @@ def _penalised_values_kernel(
     tl.store(values_ptr + row * (width + max_depth) + place, new, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "max_depth"])
 def _write_values_kernel(
     logits_ptr,  # [num_rows, vocab]
     values_ptr,  # [num_rows, width + max_depth]

@@ -31,6 +31,7 @@ logits; logits of -inf are never sampled (while another is finite).
 CUDA graphs. The launch depends on shapes alone.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 from __future__ import annotations
 
 import torch

@@ -26,6 +26,7 @@ shapes; contents of ``tree_start_loc`` and ``ancestors`` may change between
 replays, their addresses may not.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 from __future__ import annotations
 
 import itertools
@@ -44,21 +45,23 @@ MAX_DRAFT_NODES = 128
 """Nodes below the bonus token that the two 64-bit ancestor words can name."""
 
 
-def pack_ancestors(tree: DraftTree) -> npt.NDArray[np.int64]:
-    """int64 ``[n + 1, 2]``: per node, which drafts it attends to.
+def pack_ancestors(tree: DraftTree, rows_before: int = 0) -> npt.NDArray[np.int64]:
+    """int64 ``[rows_before + n + 1, 2]``: per row, which rows of its request it attends to.
 
-    Bit ``(j - 1) % 64`` of word ``(j - 1) // 64`` stands for node ``j``: the node
-    itself and its ancestors. Node 0, the bonus token, has no bit: every node
-    attends to it.
+    Bit ``(j - 1) % 64`` of word ``(j - 1) // 64`` stands for row ``j``: the row itself
+    and its ancestors. Row 0 has no bit: every row attends to it. It is the bonus
+    token, unless ``rows_before`` tokens, each after the other, stand before that.
     """
-    n = len(tree)
-    if n > MAX_DRAFT_NODES:
-        raise ValueError(f"a draft tree may hold at most {MAX_DRAFT_NODES} drafts, this holds {n}")
-    words = [0] * (n + 1)
-    for node, parent in enumerate(tree.parents.tolist(), start=1):
-        words[node] = words[parent] | (1 << (node - 1))
+    num_rows = rows_before + len(tree) + 1
+    if num_rows > MAX_DRAFT_NODES + 1:
+        raise ValueError(
+            f"a draft tree may hold at most {MAX_DRAFT_NODES} drafts, this holds {num_rows - 1}"
+        )
+    words = [(1 << row) - 1 for row in range(rows_before + 1)]
+    for node, parent in enumerate(tree.parents.tolist(), start=rows_before + 1):
+        words.append(words[rows_before + parent] | (1 << (node - 1)))
     packed = b"".join(word.to_bytes(16, "little") for word in words)
-    return np.frombuffer(packed, dtype="<i8").reshape(n + 1, 2).copy()
+    return np.frombuffer(packed, dtype="<i8").reshape(num_rows, 2).copy()
 
 
 def unpack_ancestors(ancestors: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -101,7 +104,7 @@ def tree_attention_reference(
         out[rows] = result.transpose(0, 1).to(out.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["prefix_slice_stride", "lse_slice_stride", "lse_head_stride"])
 def _tree_attention_kernel(
     query_ptr,  # [num_rows, num_heads, head_size]
     key_ptr,  # [num_rows, num_kv_heads, head_size]

@@ -1,0 +1,125 @@
+"""The tree rows of one step on the device, in buffers whose addresses never change.
+
+Index spaces: *tree rows* are the first query rows of the step, those of its *leading
+requests*; vLLM puts decoding requests before prefills where a metadata builder names
+a ``reorder_batch_threshold``. A request without drafts is a tree of one node, a
+chain of drafts a tree with one path.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.utils import CpuGpuBuffer
+
+from vllm_tokenswift.cuda.tree_attention import MAX_DRAFT_NODES, pack_ancestors
+from vllm_tokenswift.tree import DraftTree
+
+MAX_TREE_ROWS = MAX_DRAFT_NODES + 1
+
+
+@dataclass
+class TreeRows:
+    """What attention needs to know of a step's tree rows; all tensors on the device.
+
+    num_rows: query rows of the leading requests; the rest of the step's rows follow.
+    max_rows: a bound of one request's rows.
+    start_loc: int32 ``[requests + 1]``, first query row of each leading request.
+    prefix_lens: int32 ``[requests]``, tokens in the KV cache before the request's rows.
+    max_prefix_len: a bound of them.
+    ancestors: int64 ``[num_rows, 2]``, see :func:`pack_ancestors`.
+    schedule: FlashAttention 3's schedule of the prefix part, or None.
+    max_num_splits: FlashAttention's bound on splits of a prefix; 0 leaves it the choice.
+    rest: the stock metadata of the requests after the leading ones, or None.
+    """
+
+    num_rows: int
+    max_rows: int
+    start_loc: torch.Tensor
+    prefix_lens: torch.Tensor
+    max_prefix_len: int
+    ancestors: torch.Tensor
+    schedule: torch.Tensor | None = None
+    max_num_splits: int = 0
+    rest: Any = None
+
+
+class TreeRowBuffers:
+    """Owns the buffers and fills them for each step.
+
+    max_num_reqs: most requests of a batch; max_num_tokens: most query rows of a step.
+    """
+
+    def __init__(self, max_num_reqs: int, max_num_tokens: int, device: torch.device) -> None:
+        max_rows = min(max_num_tokens, max_num_reqs * MAX_TREE_ROWS)
+        self._ancestors = CpuGpuBuffer(max_rows, 2, dtype=torch.int64, device=device)
+        self._start_loc = CpuGpuBuffer(max_num_reqs + 1, dtype=torch.int32, device=device)
+        self._prefix_lens = CpuGpuBuffer(max_num_reqs, dtype=torch.int32, device=device)
+        chain = DraftTree.chain([0] * MAX_DRAFT_NODES)
+        self._chain_np = pack_ancestors(chain)
+        self._chain = torch.from_numpy(self._chain_np).to(device)
+
+    def uniform_chains(self, common: CommonAttentionMetadata) -> TreeRows:
+        """All requests as chains of ``max_query_len`` rows, by work on the device alone.
+
+        For batches in which every request has that many rows (padded ones aside): the
+        same addresses and launches for equal shapes, as a CUDA graph needs.
+        """
+        num_reqs, width = common.num_reqs, common.max_query_len
+        starts = common.query_start_loc
+        prefix_lens = self._prefix_lens.gpu[:num_reqs]
+        torch.sub(common.seq_lens[:num_reqs], starts[1:], out=prefix_lens)
+        # A padded request has no rows and nothing cached.
+        prefix_lens.add_(starts[:-1]).clamp_(min=0)
+        ancestors = self._ancestors.gpu[: num_reqs * width]
+        ancestors.view(num_reqs, width, 2).copy_(self._chain[:width])
+        return TreeRows(num_reqs * width, width, starts, prefix_lens, common.max_seq_len, ancestors)
+
+    def fill(
+        self,
+        query_start_loc: npt.NDArray[np.int32],
+        seq_lens: npt.NDArray[np.int32],
+        trees: Sequence[tuple[int, int, DraftTree]],
+    ) -> TreeRows:
+        """The leading requests as chains, except where a tree is given.
+
+        query_start_loc: int32 ``[requests + 1]``, seq_lens: int32 ``[requests]``, of the
+        leading requests; trees: ``(request, rows before the root, tree)``.
+        """
+        num_reqs = len(seq_lens)
+        self._start_loc.np[: num_reqs + 1] = query_start_loc
+        widths = np.diff(query_start_loc)
+        self._prefix_lens.np[:num_reqs] = seq_lens - widths
+        return TreeRows(
+            int(query_start_loc[-1]),
+            int(widths.max()),
+            self._start_loc.copy_to_gpu(num_reqs + 1),
+            self._prefix_lens.copy_to_gpu(num_reqs),
+            int(self._prefix_lens.np[:num_reqs].max()),
+            self.fill_ancestors(query_start_loc, trees),
+        )
+
+    def fill_ancestors(
+        self,
+        query_start_loc: npt.NDArray[np.int32],
+        trees: Sequence[tuple[int, int, DraftTree]],
+    ) -> torch.Tensor:
+        """The ancestors alone, into the same buffer; arguments as for :meth:`fill`."""
+        by_request = {request: (before, tree) for request, before, tree in trees}
+        starts = query_start_loc.tolist()
+        ancestors = self._ancestors.np
+        for request, (start, stop) in enumerate(itertools.pairwise(starts)):
+            if request in by_request:
+                before, tree = by_request[request]
+                ancestors[start:stop] = pack_ancestors(tree, before)
+            else:
+                ancestors[start:stop] = self._chain_np[: stop - start]
+        filled: torch.Tensor = self._ancestors.copy_to_gpu(starts[-1])
+        return filled
