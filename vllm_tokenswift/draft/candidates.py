@@ -45,7 +45,8 @@ class PathOffer(Offer):
     """One continuation: what followed an earlier occurrence of the text's end.
 
     tokens: the path. match_length: how many tokens before it matched.
-    alternative: a longer match says otherwise.
+    support: share of the path's first token among what followed the bonus token so far.
+    alternative: a longer match is followed by another token.
     """
 
     root = 0
@@ -55,18 +56,22 @@ class PathOffer(Offer):
         gains: GainModel,
         tokens: Sequence[int],
         match_length: int,
+        support: float,
         alternative: bool = False,
     ) -> None:
         self._tokens = tokens
         self._last = len(tokens) - 1
         self._match_length = match_length
-        self._cells = gains.match_cells(alternative)
-        self._last_cell = self._cells[-1]
+        self._first_cell = gains.match_cell(match_length, support, alternative)
+        self._cells = gains.continued_match_cells()
         self._rates = gains.rates
 
     def steps(self, handle: Handle) -> Sequence[Step]:
-        length = self._match_length + handle
-        cell = self._cells[length] if length < len(self._cells) else self._last_cell
+        if handle == 0:
+            cell = self._first_cell
+        else:
+            length = self._match_length + handle
+            cell = self._cells[length] if length < len(self._cells) else self._cells[-1]
         below = handle + 1 if handle < self._last else None
         return ((self._tokens[handle], self._rates[cell], _SUFFIX, cell, below),)
 

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
+from math import exp
 
 from vllm_tokenswift.tree import Source
 
 # Match lengths at which a cell begins. A candidate at depth d below a match of length m is
 # what the next iteration would call depth 1 below a match of m + d - 1, so both share a cell.
+# (Counted on prose, code and loops: acceptance at depths 1, 2 and 3+ of one such length
+# differs by less than the counting error.)
 _MATCH_EDGES = (1, 2, 3, 4, 5, 6, 7, 9, 12, 16, 24, 32, 64, 128)
 _BUCKET_OF_MATCH = [
     max(bisect_right(_MATCH_EDGES, length) - 1, 0) for length in range(_MATCH_EDGES[-1] + 1)
@@ -26,12 +29,21 @@ _BUCKET_OF_MATCH = [
 _MATCH_PRIORS = (0.20, 0.25, 0.60, 0.70, 0.74, 0.77, 0.80, 0.85, 0.89, 0.93, 0.95, 0.97, 0.98, 0.99)
 # An occurrence that is not the longest match was contradicted by a longer one.
 _ALTERNATIVE_FACTOR = 0.4
+# The first token of a match is cross-examined by the n-gram table: its share among what
+# followed the bonus token anywhere. Counted on prose and code below a match of 2 tokens:
+# accepted .15, .3, .4, .7 of the time by these buckets; the offsets are in log-odds.
+_SUPPORT_EDGES = (0.05, 0.2, 0.8)
+_SUPPORT_OFFSETS = (-1.2, -0.5, 0.2, 1.2)
 
 _SHARE_EDGES = (0.05, 0.1, 0.2, 0.35, 0.6, 0.85)
 _SHARE_CENTRES = (0.03, 0.07, 0.15, 0.27, 0.47, 0.72, 0.95)
 _COUNT_EDGES = (2, 3, 6)
-_COUNT_TRUST = (0.25, 0.45, 0.6, 0.75)
-_NGRAM_DEPTHS = 4
+# How far the prior believes a share, by depth within the n-gram and by how often it was seen.
+_COUNT_TRUST = (
+    (0.30, 0.45, 0.60, 0.75),
+    (0.50, 0.65, 0.75, 0.85),
+    (0.65, 0.80, 0.85, 0.90),
+)
 
 _PROBABILITY_EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 0.95)
 _PROBABILITY_CENTRES = (0.01, 0.03, 0.07, 0.15, 0.27, 0.42, 0.6, 0.78, 0.9, 0.98)
@@ -39,6 +51,11 @@ _HEAD_DEPTHS = 4
 # How far the prior believes a distribution: the draft pass is the target itself on a part
 # of its cache, heads are weak and know nothing of the path they are put on.
 _HEAD_TRUST = {Source.SELF: 0.95, Source.HEADS: 0.5, Source.FREE_HEADS: 0.5}
+
+
+def _shifted(probability: float, log_odds: float) -> float:
+    odds = probability / (1.0 - probability) * exp(log_odds)
+    return odds / (1.0 + odds)
 
 
 class GainModel:
@@ -58,13 +75,14 @@ class GainModel:
         self.rates: list[float] = []
         first = self._add(_MATCH_PRIORS)
         self._match_cells = [first + bucket for bucket in _BUCKET_OF_MATCH]
-        first = self._add(p * _ALTERNATIVE_FACTOR for p in _MATCH_PRIORS)
-        self._alternative_cells = [first + bucket for bucket in _BUCKET_OF_MATCH]
+        self._first_supported = self._add(
+            _shifted(p * factor, offset)
+            for factor in (1.0, _ALTERNATIVE_FACTOR)
+            for offset in _SUPPORT_OFFSETS
+            for p in _MATCH_PRIORS
+        )
         self._first_ngram = self._add(
-            share * trust
-            for _ in range(_NGRAM_DEPTHS)
-            for trust in _COUNT_TRUST
-            for share in _SHARE_CENTRES
+            share * trust for trusts in _COUNT_TRUST for trust in trusts for share in _SHARE_CENTRES
         )
         self._first_head = {
             source: self._add(p * trust for _ in range(_HEAD_DEPTHS) for p in _PROBABILITY_CENTRES)
@@ -77,21 +95,30 @@ class GainModel:
         self.rates.extend(priors)
         return first
 
-    def match_cells(self, alternative: bool = False) -> list[int]:
-        """Cell by length of match: of the token at depth d below a match of m, ``[m + d - 1]``.
+    def match_cell(self, match_length: int, support: float, alternative: bool) -> int:
+        """Cell of the token that directly follows a match of ``match_length`` tokens.
+
+        support: the token's share among what followed the bonus token so far.
+        alternative: a longer match is followed by another token.
+        """
+        row = alternative * len(_SUPPORT_OFFSETS) + bisect_right(_SUPPORT_EDGES, support)
+        bucket = _BUCKET_OF_MATCH[min(match_length, len(_BUCKET_OF_MATCH) - 1)]
+        return self._first_supported + row * len(_MATCH_PRIORS) + bucket
+
+    def continued_match_cells(self) -> list[int]:
+        """Cells of the tokens further down: at depth d below a match of m, ``[m + d - 1]``.
 
         Lengths beyond the list's end share its last entry.
         """
-        return self._alternative_cells if alternative else self._match_cells
+        return self._match_cells
 
     def ngram_cell(self, frequency: int, share: float, depth: int) -> int:
         """Cell of an n-gram's token: seen ``frequency`` times here, in ``share`` of the cases.
 
         depth: from 1, counted from the n-gram's first token.
         """
-        row = (min(depth, _NGRAM_DEPTHS) - 1) * len(_COUNT_TRUST) + bisect_right(
-            _COUNT_EDGES, frequency
-        )
+        row = (min(depth, len(_COUNT_TRUST)) - 1) * len(_COUNT_TRUST[0])
+        row += bisect_right(_COUNT_EDGES, frequency)
         return self._first_ngram + row * len(_SHARE_CENTRES) + bisect_right(_SHARE_EDGES, share)
 
     def head_cell(self, source: Source, probability: float, depth: int) -> int:

@@ -17,7 +17,7 @@ from vllm_tokenswift.draft.counters import DraftCounters
 from vllm_tokenswift.draft.gain import GainModel
 from vllm_tokenswift.draft.ngrams import NgramTable
 from vllm_tokenswift.draft.self_draft import SelfDraftGain
-from vllm_tokenswift.draft.suffix import SuffixIndex
+from vllm_tokenswift.draft.suffix import Match, SuffixIndex
 from vllm_tokenswift.tree import DraftTree
 
 # Occurrences of the text's end that are offered besides the longest one.
@@ -102,14 +102,23 @@ class DraftState:
         return self._offers
 
     def _text_offers(self, max_depth: int) -> list[Offer]:
+        matches = self.suffix.match(_MAX_MATCHES) if self.suffix is not None else []
+        return self._offers_after(self._last_token, matches, max_depth)
+
+    def _offers_after(
+        self, token: int, matches: Sequence[Match], max_depth: int, after: Sequence[int] = ()
+    ) -> list[Offer]:
+        """What the text says may follow ``token``: continuations of matches, and n-grams."""
         offers: list[Offer] = []
-        if self.suffix is not None:
-            for rank, match in enumerate(self.suffix.match(_MAX_MATCHES)):
-                path = self.suffix.continuation(match, max_depth)
-                offers.append(PathOffer(self.gains, path, match.length, alternative=rank > 0))
-        ngrams = self.table.lookup(self._last_token)
+        ngrams, total = self.table.lookup(token), self.table.total(token)
+        for rank, match in enumerate(matches):
+            assert self.suffix is not None
+            path = self.suffix.continuation(match, max_depth, after)
+            seen = sum(frequency for tokens, frequency in ngrams if tokens[0] == path[0])
+            support = seen / total if total else 0.0
+            offers.append(PathOffer(self.gains, path, match.length, support, rank > 0))
         if ngrams:
-            offers.append(NgramOffer(self.gains, ngrams, self.table.total(self._last_token)))
+            offers.append(NgramOffer(self.gains, ngrams, total))
         return offers
 
     def _head_offers(self, heads: HeadCandidates, max_depth: int) -> list[Offer]:
@@ -124,12 +133,7 @@ class DraftState:
         for token, probability in followed:
             if probability < _FOLLOWED_HEAD_PROBABILITY:
                 continue
-            if self.suffix is not None:
-                for match in self.suffix.match_after(token):
-                    path = self.suffix.continuation(match, max_depth - 1, after=(token,))
-                    offers.append(AfterOffer(token, PathOffer(self.gains, path, match.length)))
-            ngrams = self.table.lookup(token)
-            if ngrams:
-                offer = NgramOffer(self.gains, ngrams, self.table.total(token))
+            matches = self.suffix.match_after(token) if self.suffix is not None else []
+            for offer in self._offers_after(token, matches, max_depth - 1, after=(token,)):
                 offers.append(AfterOffer(token, offer))
         return offers
