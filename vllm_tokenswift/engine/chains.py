@@ -1,0 +1,140 @@
+"""Tree attention on a kernel that only knows causal attention: a tree as chains.
+
+vLLM's CPU attention kernel (``cpu_attn.py``) takes no mask and returns no
+log-sum-exp, so a tree can be neither masked nor split into prefix and tree. But
+depth-first order cuts a tree into chains of consecutive query rows
+(:attr:`DraftTree.chains`), and along a chain tree attention *is* causal
+attention over prefix + ancestors + chain. So each chain becomes a sequence of its own
+("virtual sequence") of the same kernel call: the main chain over the request's own blocks, each
+side chain over the request's full prefix blocks, shared, followed by *scratch
+blocks* that hold a copy of the partial tail block, the ancestors' KV and the
+chain's own KV.
+
+The numerics are those of plain decoding (same kernel, same order), for every
+memory layout of the cache: whole blocks are copied as bytes, and new KV is
+written by vLLM's own cache-writing kernel.
+
+Cost: a side chain reads the prefix once more, one block copy and one small
+write per layer. Few side chains, or none, are cheap; the cost model knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_tokenswift.engine.verify_plan import TreeRows
+
+
+@dataclass
+class VirtualBatch:
+    """The step's sequences after its trees were cut into chains.
+
+    query_start_loc: int32 ``[v + 1]``; seq_lens: int32 ``[v]``;
+    block_table: int32 ``[v, blocks]``, physical blocks.
+    tail_sources, tail_targets: int64 ``[c]``: whole blocks to copy before attention.
+    gather_rows: int64 ``[m]``: query rows whose K and V are also written to
+    ``scatter_slots`` int64 ``[m]``.
+    gathered: ``(req_id, node) -> index`` into ``gather_rows``.
+    dead_nodes: per request, the nodes for which no scratch block was left: their
+    rows hold garbage, and the scorer must not walk into them.
+    """
+
+    query_start_loc: npt.NDArray[np.int32]
+    seq_lens: npt.NDArray[np.int32]
+    block_table: npt.NDArray[np.int32]
+    tail_sources: npt.NDArray[np.int64]
+    tail_targets: npt.NDArray[np.int64]
+    gather_rows: npt.NDArray[np.int64]
+    scatter_slots: npt.NDArray[np.int64]
+    gathered: dict[tuple[str, int], int] = field(default_factory=dict)
+    dead_nodes: dict[str, frozenset[int]] = field(default_factory=dict)
+
+
+def cut_into_chains(
+    trees: Sequence[TreeRows],
+    query_start_loc: npt.NDArray[np.int32],
+    seq_lens: npt.NDArray[np.int32],
+    block_table: npt.NDArray[np.int32],
+    block_size: int,
+    scratch_blocks: Sequence[int],
+) -> VirtualBatch:
+    """Rewrites a step's batch so that every branching tree becomes chains.
+
+    trees: the branching trees, any order, at most one for a batch row.
+    query_start_loc: int32 ``[r + 1]``; seq_lens: int32 ``[r]``; block_table:
+    int32 ``[r, blocks]``: the step as vLLM built it, by batch row.
+    scratch_blocks: physical blocks that belong to no request.
+    """
+    by_row = {tree.batch_row: tree for tree in trees}
+    free = list(scratch_blocks)[::-1]
+    starts: list[int] = []
+    lens: list[int] = []
+    tables: list[npt.NDArray[np.int32]] = []
+    tail_sources: list[int] = []
+    tail_targets: list[int] = []
+    gather_rows: list[int] = []
+    scatter_slots: list[int] = []
+    gathered: dict[tuple[str, int], int] = {}
+    dead: dict[str, frozenset[int]] = {}
+
+    for batch_row in range(len(seq_lens)):
+        table = block_table[batch_row]
+        rows = by_row.get(batch_row)
+        if rows is None:
+            starts.append(int(query_start_loc[batch_row]))
+            lens.append(int(seq_lens[batch_row]))
+            tables.append(table)
+            continue
+
+        main, *sides = rows.tree.chains
+        starts.append(rows.query_start)
+        lens.append(rows.root_position + main.last + 1)
+        tables.append(table)
+        first_block, tail_tokens = divmod(rows.root_position, block_size)
+        depths = rows.tree.depths
+        request_dead: set[int] = set()
+        for chain in sides:
+            nodes = [*chain.ancestors, *range(chain.first, chain.last + 1)]
+            end = rows.root_position + int(depths[chain.last]) + 1
+            num_scratch = -(-end // block_size) - first_block
+            starts.append(rows.root_row + chain.first)
+            if num_scratch > len(free) or not request_dead.isdisjoint(chain.ancestors):
+                request_dead.update(range(chain.first, chain.last + 1))
+                # The rows still need a sequence to be computed in: any valid one.
+                lens.append(rows.root_position + chain.num_nodes)
+                tables.append(table)
+                continue
+            scratch = [free.pop() for _ in range(num_scratch)]
+            chain_table = table.copy()
+            chain_table[first_block : first_block + num_scratch] = scratch
+            lens.append(end)
+            tables.append(chain_table)
+            if tail_tokens:
+                tail_sources.append(int(table[first_block]))
+                tail_targets.append(scratch[0])
+            for node in nodes:
+                offset = tail_tokens + int(depths[node])
+                gathered.setdefault((rows.req_id, node), len(gather_rows))
+                gather_rows.append(rows.root_row + node)
+                scatter_slots.append(
+                    scratch[offset // block_size] * block_size + offset % block_size
+                )
+        if request_dead:
+            dead[rows.req_id] = frozenset(request_dead)
+
+    starts.append(int(query_start_loc[len(seq_lens)]))
+    return VirtualBatch(
+        np.asarray(starts, np.int32),
+        np.asarray(lens, np.int32),
+        np.stack(tables),
+        np.asarray(tail_sources, np.int64),
+        np.asarray(tail_targets, np.int64),
+        np.asarray(gather_rows, np.int64),
+        np.asarray(scatter_slots, np.int64),
+        gathered,
+        dead,
+    )

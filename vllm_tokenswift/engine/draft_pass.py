@@ -1,0 +1,130 @@
+"""The self-draft: one forward pass of the target itself over the partial KV cache.
+
+Paper, algorithm 1, "Multi-token Parallel Generation". One query row a request, the
+bonus token at its own position, attending through the draft block table of each
+layer. The pass writes the bonus token's KV, computed from the partial cache, at the
+token's own slot; the verify pass processes the same token first and overwrites
+it, so nothing approximate survives in the full cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.forward_context import set_forward_context
+
+from vllm_tokenswift.engine.tree_attention import LayerMetadata, TreeAttention
+from vllm_tokenswift.partial_kv.table import DraftBlockTable
+
+
+@dataclass(frozen=True)
+class DraftRow:
+    """One request of a draft pass.
+
+    token: the bonus token; num_tokens: tokens of the sequence, the bonus token included;
+    blocks: int32, physical blocks of the request in logical order.
+    """
+
+    req_id: str
+    token: int
+    num_tokens: int
+    blocks: np.ndarray
+    table: DraftBlockTable
+
+
+@dataclass
+class DraftPassRecord:
+    """Which blocks a pass read: logical, ``[layers, blocks]`` for each request (for inspection)."""
+
+    logical_blocks: dict[str, np.ndarray]
+    refreshed: list[str]
+
+
+class DraftPass:
+    """Runs draft passes over the runner's own input buffers.
+
+    model: ``(input_ids, positions) -> hidden states``, called inside the forward context.
+    input_ids, positions: the runner's persistent buffers (fixed addresses for CUDA graphs).
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        attention: TreeAttention,
+        model: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> None:
+        self.vllm_config = vllm_config
+        self.attention = attention
+        self.model = model
+        self.input_ids = input_ids
+        self.positions = positions
+        self.last: DraftPassRecord | None = None
+
+    def run(self, rows: list[DraftRow]) -> torch.Tensor:
+        """Returns what the model returns: hidden states ``[len(rows), hidden]`` (and auxiliary).
+
+        A request whose table needs a selection reads its whole cache in this pass; its
+        query then ranks the blocks for the passes that follow.
+        """
+        attention = self.attention
+        num_layers, block_size = len(attention.layer_names), attention.block_size
+        logical = [self._logical_blocks(row, num_layers) for row in rows]
+        width = max(blocks.shape[1] for blocks in logical)
+        tables = np.zeros((num_layers, len(rows), width), np.int32)
+        seq_lens = np.zeros(len(rows), np.int32)
+        slots = np.zeros(len(rows), np.int64)
+        for i, (row, blocks) in enumerate(zip(rows, logical, strict=True)):
+            tables[:, i, : blocks.shape[1]] = row.blocks[blocks]
+            block, offset = divmod(row.num_tokens - 1, block_size)
+            seq_lens[i] = (blocks.shape[1] - 1) * block_size + offset + 1
+            slots[i] = int(row.blocks[block]) * block_size + offset
+        ranking = [i for i, row in enumerate(rows) if row.table.needs_selection(row.num_tokens)]
+
+        device = self.input_ids.device
+        slot_mapping = torch.from_numpy(slots).to(device, non_blocking=True)
+        metadata = attention.draft_metadata(
+            tables, seq_lens, slot_mapping, np.asarray(ranking, np.int64)
+        )
+        n = len(rows)
+        self.input_ids[:n].copy_(
+            torch.tensor([row.token for row in rows], dtype=self.input_ids.dtype),
+            non_blocking=True,
+        )
+        self.positions[:n].copy_(
+            torch.tensor([row.num_tokens - 1 for row in rows], dtype=self.positions.dtype),
+            non_blocking=True,
+        )
+        with set_forward_context(
+            metadata,
+            self.vllm_config,
+            num_tokens=n,
+            slot_mapping=dict.fromkeys(attention.layer_names, slot_mapping),
+        ):
+            output = self.model(self.input_ids[:n], self.positions[:n])
+
+        for query_index, i in enumerate(ranking):
+            self._rank(metadata, query_index, rows[i])
+        self.last = DraftPassRecord(
+            {row.req_id: blocks for row, blocks in zip(rows, logical, strict=True)},
+            [rows[i].req_id for i in ranking],
+        )
+        return output
+
+    def _logical_blocks(self, row: DraftRow, num_layers: int) -> np.ndarray:
+        if row.table.needs_selection(row.num_tokens):
+            num_blocks = -(-row.num_tokens // self.attention.block_size)
+            return np.tile(np.arange(num_blocks, dtype=np.int32), (num_layers, 1))
+        return row.table.blocks(row.num_tokens, num_layers)
+
+    def _rank(self, metadata: LayerMetadata, query_index: int, row: DraftRow) -> None:
+        num_blocks = -(-row.num_tokens // self.attention.block_size)
+        masses = self.attention.block_masses(
+            metadata, query_index, row.blocks[:num_blocks], row.num_tokens
+        )
+        row.table.select(masses, row.num_tokens)

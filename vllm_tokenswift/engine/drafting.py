@@ -1,0 +1,176 @@
+"""From what a step accepted to the next step's draft trees: passes, heads, planner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vllm_tokenswift.draft.candidates import HeadCandidates
+from vllm_tokenswift.draft.planner import DraftRequest as PlannedRequest
+from vllm_tokenswift.draft.planner import Planner
+from vllm_tokenswift.engine.cost_curve import CostCurve
+from vllm_tokenswift.engine.draft_pass import DraftPass, DraftRow
+from vllm_tokenswift.engine.requests import RequestState
+from vllm_tokenswift.tree import DraftTree
+
+if TYPE_CHECKING:
+    from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """One request to draft for.
+
+    num_tokens: tokens of the sequence, the bonus token included; blocks: int32,
+    physical blocks in logical order; hidden_row: the logits row that the bonus token
+    was sampled from; max_nodes, max_depth: what still fits.
+    """
+
+    req_id: str
+    state: RequestState
+    bonus_token: int
+    num_tokens: int
+    blocks: np.ndarray
+    hidden_row: int
+    max_nodes: int
+    max_depth: int
+
+
+class Drafter:
+    """Drafts for the requests of a batch; owns the planner and the draft pass."""
+
+    def __init__(self, runner: TokenSwiftRunnerMixin) -> None:
+        self.runner = runner
+        self.options = runner.options
+        self.heads = runner.drafter.heads
+        self.draft_pass = DraftPass(
+            runner.vllm_config,
+            runner.tree_attention,
+            runner.forward_rows,
+            runner.input_ids.gpu,
+            runner.positions,
+        )
+        cost = CostCurve(
+            runner.vllm_config,
+            runner.tree_attention,
+            runner.forward_rows,
+            lambda output: runner.model.compute_logits(self._post_norm(output)),
+            runner.device,
+        ).measure(
+            runner.kv_cache_config.num_blocks,
+            runner.num_spec_tokens,
+            runner.max_model_len,
+        )
+        self.planner = Planner(cost, self.options.budget_tokens, self.options.plan)
+
+    def draft(
+        self,
+        requests: Sequence[DraftRequest],
+        sample_hidden_states: torch.Tensor,
+        num_undrafted: int,
+    ) -> list[DraftTree]:
+        """One tree for each request, empty where plain decoding is better.
+
+        sample_hidden_states: ``[logits rows, hidden]``, in the form that the heads read.
+        num_undrafted: requests of the batch that draft nothing.
+        """
+        if not requests:
+            return []
+        planned = [self._planned(request, None) for request in requests]
+        passes = self._wants_pass(planned, num_undrafted)
+        heads: list[HeadCandidates | None] = [None] * len(requests)
+        with_pass = [i for i, wanted in enumerate(passes) if wanted]
+        if with_pass:
+            self._fill(heads, with_pass, self._self_draft([requests[i] for i in with_pass]))
+        free = [i for i, wanted in enumerate(passes) if not wanted]
+        if free and self.heads is not None and self.options.head_source != "draft":
+            self._fill(
+                heads, free, self._free_heads([requests[i] for i in free], sample_hidden_states)
+            )
+        return self.planner.plan(
+            [self._planned(r, h) for r, h in zip(requests, heads, strict=True)], num_undrafted
+        )
+
+    @staticmethod
+    def _fill(
+        heads: list[HeadCandidates | None],
+        indices: Sequence[int],
+        candidates: Sequence[HeadCandidates],
+    ) -> None:
+        for i, candidate in zip(indices, candidates, strict=True):
+            heads[i] = candidate
+
+    def _planned(self, request: DraftRequest, heads: HeadCandidates | None) -> PlannedRequest:
+        return PlannedRequest(
+            state=request.state.draft,
+            heads=heads,
+            context_len=request.num_tokens,
+            limit=request.max_nodes,
+            chain_only=request.state.chain_only,
+        )
+
+    def _wants_pass(self, planned: list[PlannedRequest], num_undrafted: int) -> list[bool]:
+        if self.options.self_draft == "off":
+            return [False] * len(planned)
+        if self.options.self_draft == "always":
+            return [request.limit > 0 for request in planned]
+        return self.planner.wants_self_draft(planned, num_undrafted)
+
+    def _self_draft(self, requests: list[DraftRequest]) -> list[HeadCandidates]:
+        """Depth 1 from the pass itself (``l0``), deeper ones from the heads on its hidden state."""
+        output = self.draft_pass.run(
+            [
+                DraftRow(r.req_id, r.bonus_token, r.num_tokens, r.blocks, r.state.table)
+                for r in requests
+            ]
+        )
+        self.runner.stats.num_draft_passes += 1
+        assert self.draft_pass.last is not None
+        self.runner.stats.num_selections += len(self.draft_pass.last.refreshed)
+        states = [self._post_norm(output)]
+        if self.heads is not None and self.options.head_source != "free":
+            states += self.heads(self._read_by_heads(output))
+        return self._candidates(requests, states, free=False)
+
+    def _free_heads(
+        self, requests: list[DraftRequest], sample_hidden_states: torch.Tensor
+    ) -> list[HeadCandidates]:
+        """Heads on the verify pass's own hidden state: depth 1 is head 0, and no extra pass."""
+        rows = torch.tensor([r.hidden_row for r in requests], device=sample_hidden_states.device)
+        return self._candidates(requests, self.heads(sample_hidden_states[rows]), free=True)
+
+    def _candidates(
+        self, requests: list[DraftRequest], states: list[torch.Tensor], free: bool
+    ) -> list[HeadCandidates]:
+        """Top tokens of every depth, under the requests' own sampling constraints.
+
+        states: per depth ``[len(requests), hidden]``, what the LM head reads.
+        """
+        widths = self.options.head_tree[1:] if free else self.options.head_tree
+        states = states[: len(widths)]
+        logits = self.runner.model.compute_logits(torch.cat(states))
+        req_ids = [request.req_id for request in requests] * len(states)
+        probabilities = self.runner.scorer.constrain(logits, req_ids)
+        top = probabilities.topk(max(widths), dim=-1)
+        # [depths, requests, width]
+        shape = (len(states), len(requests), -1)
+        tokens = top.indices.view(shape).tolist()
+        values = top.values.view(shape).tolist()
+        return [
+            HeadCandidates(
+                [tokens[d][i][: widths[d]] for d in range(len(states))],
+                [values[d][i][: widths[d]] for d in range(len(states))],
+                free=free,
+            )
+            for i in range(len(requests))
+        ]
+
+    def _post_norm(self, output: torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]):
+        return output[0] if self.runner.use_aux_hidden_state_outputs else output
+
+    def _read_by_heads(self, output: torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]):
+        return output[1][0] if self.heads.reads == "pre_norm" else self._post_norm(output)

@@ -1,0 +1,25 @@
+"""What TokenSwift keeps for one request between steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_tokenswift.draft.state import DraftState
+from vllm_tokenswift.partial_kv.table import DraftBlockTable
+
+
+@dataclass
+class RequestState:
+    """All of it follows from the request's committed tokens, so preemption loses nothing.
+
+    draft: n-gram table, suffix index and learned acceptance.
+    table: the draft block table (``forget`` after preemption).
+    speculate: False where the request switched speculation off.
+    chain_only: vLLM checks the drafts of structured output as one continuation.
+    """
+
+    draft: DraftState
+    table: DraftBlockTable
+    speculate: bool
+    chain_only: bool
+    max_output_tokens: int

@@ -1,0 +1,321 @@
+"""TokenSwift's hooks into vLLM's V1 model runner, the same for CPU and CUDA.
+
+The data's way through one step: ``_update_states`` (requests come and go) →
+``_prepare_inputs`` (which drafts were scheduled: the plan; RoPE positions by
+depth) → ``_build_attention_metadata`` (trees) → vLLM's forward → ``_sample``
+(score, accept, move KV) → ``_bookkeeping_sync`` (commit) →
+``propose_draft_token_ids`` (draft the next trees).
+
+Everything that must follow a verify pass is done in ``_sample`` and
+``_bookkeeping_sync``, never in the drafting hook: vLLM may skip that one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.v1.outputs import SamplerOutput
+
+from vllm_tokenswift.draft.state import DraftState
+from vllm_tokenswift.engine.drafting import Drafter, DraftRequest
+from vllm_tokenswift.engine.requests import RequestState
+from vllm_tokenswift.engine.tree_attention import TreeAttention
+from vllm_tokenswift.engine.verify_plan import NO_TREES, TreeRows, VerifyPlan
+from vllm_tokenswift.metrics import Stats
+from vllm_tokenswift.options import TokenSwiftOptions
+from vllm_tokenswift.partial_kv.table import DraftBlockTable, Mode
+from vllm_tokenswift.sampling.params import RequestOptions
+from vllm_tokenswift.sampling.scorer import (
+    Accepted,
+    RowGroup,
+    TreeScorer,
+    sampled_token_ids,
+)
+from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as _Runner
+else:
+    _Runner = object
+
+PLACEHOLDER_TOKEN_ID = -1
+
+
+class TokenSwiftRunnerMixin(_Runner):
+    """To be placed before a V1 runner class in the bases.
+
+    A platform supplies ``_make_tree_attention`` and may extend the loading hooks.
+    """
+
+    tree_attention: TreeAttention
+    drafter: Any
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self.options = TokenSwiftOptions.from_dict(vllm_config.additional_config["tokenswift"])
+        self.stats = Stats()
+        self.scorer = TreeScorer(
+            self.model_config.get_vocab_size(),
+            device,
+            self.options,
+            logprobs_mode=self.sampler.logprobs_mode,
+            use_fp64_gumbel=self.sampler.use_fp64_gumbel,
+        )
+        self.request_states: dict[str, RequestState] = {}
+        self._trees: dict[str, DraftTree] = {}  # drafted, not yet seen in a schedule
+        self._plan: VerifyPlan = NO_TREES
+        self._dead_nodes: dict[str, frozenset[int]] = {}
+        self._placeholders: set[str] = set()
+        self._accepted: list[Accepted] = []
+
+    # -- start-up ---------------------------------------------------------------
+
+    def _make_tree_attention(self) -> TreeAttention:
+        raise NotImplementedError
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        heads = self.drafter.heads
+        if heads is not None and heads.reads == "pre_norm":
+            num_layers = self.model_config.hf_text_config.num_hidden_layers
+            self.use_aux_hidden_state_outputs = True
+            self.get_model().set_aux_hidden_state_layers((num_layers,))
+
+    def start_drafting(self) -> None:
+        """Called once the KV cache stands and the model is compiled."""
+        self.tree_attention = self._make_tree_attention()
+        self.drafting = Drafter(self)
+
+    def forward_rows(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        """A pass of the target over some rows; call it inside a forward context."""
+        return self._model_forward(input_ids=input_ids, positions=positions)
+
+    # -- requests come and go ---------------------------------------------------
+
+    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        return super().execute_model(self._without_placeholders(scheduler_output), *args, **kwargs)
+
+    def _without_placeholders(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        """vLLM pads a decode that newly joins the batch with drafts of token -1.
+
+        (``Scheduler.schedule``, ``pad_spec_decode``.) They must neither reach the embedding nor
+        be accepted: a token that exists takes their place, in nodes marked dead.
+        """
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        self._placeholders = {r for r, tokens in drafts.items() if PLACEHOLDER_TOKEN_ID in tokens}
+        if not self._placeholders:
+            return scheduler_output
+        drafts = {
+            req_id: [max(token, 0) for token in tokens] for req_id, tokens in drafts.items()
+        }
+        return dataclasses.replace(scheduler_output, scheduled_spec_decode_tokens=drafts)
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        for req_id in scheduler_output.finished_req_ids:
+            self._forget_request(req_id)
+        corrections = super()._update_states(scheduler_output)
+        for new in scheduler_output.scheduled_new_reqs:
+            self._forget_request(new.req_id)  # a streaming request that goes on is a new one
+            self._start_request(new.req_id)
+        for req_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
+            self.request_states[req_id].table.forget()
+        return corrections
+
+    def _start_request(self, req_id: str) -> None:
+        request = self.requests[req_id]
+        params = request.sampling_params
+        prompt = request.prompt_token_ids
+        self.scorer.add(req_id, params, prompt, request.output_token_ids, request.generator)
+        options = self.options
+        table = DraftBlockTable(
+            Mode(options.partial_kv),
+            self.tree_attention.block_size,
+            options.budget_tokens,
+            options.sink_tokens,
+            options.refresh_tokens,
+        )
+        draft = DraftState(options.ngram_n, options.ngram_k, options.suffix_max_match)
+        draft.extend(prompt)
+        draft.extend(request.output_token_ids)
+        self.request_states[req_id] = RequestState(
+            draft,
+            table,
+            speculate=RequestOptions.from_sampling_params(params, options).tokenswift,
+            chain_only=params.structured_outputs is not None,
+            max_output_tokens=params.max_tokens or self.max_model_len,
+        )
+
+    def _forget_request(self, req_id: str) -> None:
+        if self.request_states.pop(req_id, None) is not None:
+            self.scorer.remove(req_id)
+            self._trees.pop(req_id, None)
+
+    # -- verify -----------------------------------------------------------------
+
+    def _prepare_inputs(
+        self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
+    ) -> Any:
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        self._plan = self._make_plan(scheduler_output, num_scheduled_tokens)
+        self._dead_nodes = {}
+        for rows in self._plan.branching:
+            stop = rows.root_row + len(rows.tree) + 1
+            self.positions[rows.root_row : stop].copy_(
+                torch.from_numpy(rows.positions), non_blocking=True
+            )
+        return prepared
+
+    def _make_plan(
+        self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
+    ) -> VerifyPlan:
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        if not drafts:
+            return NO_TREES
+        trees = []
+        stop = 0
+        for batch_row, req_id in enumerate(self.input_batch.req_ids):
+            start, stop = stop, stop + int(num_scheduled_tokens[batch_row])
+            tokens = drafts.get(req_id)
+            if not tokens:
+                continue
+            # A tree is applied only to the very tokens it was drafted with: vLLM may have cut the
+            # list, and drafts that are not ours (padding) are a chain.
+            drafted = self._trees.pop(req_id, EMPTY_TREE).truncate(len(tokens))
+            tree = drafted if drafted.tokens.tolist() == tokens else DraftTree.chain(tokens)
+            root_row = stop - len(tokens) - 1
+            computed = int(self.input_batch.num_computed_tokens_cpu[batch_row])
+            trees.append(
+                TreeRows(req_id, batch_row, start, root_row, computed + root_row - start, tree)
+            )
+        return VerifyPlan(tuple(trees))
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        metadata, common = super()._build_attention_metadata(*args, **kwargs)
+        if self._plan.branching:
+            num_reqs = self.input_batch.num_reqs
+            metadata, self._dead_nodes = self.tree_attention.with_trees(
+                metadata,
+                self._plan,
+                self.query_start_loc.np[: num_reqs + 1],
+                self.optimistic_seq_lens_cpu[:num_reqs].numpy(),
+                self._block_table(),
+            )
+        return metadata, common
+
+    def _block_table(self) -> np.ndarray:
+        """int32 ``[batch rows, blocks]``: physical blocks of the one KV cache group."""
+        return self.input_batch.block_table[0].get_numpy_array()
+
+    # -- accept and commit --------------------------------------------------------
+
+    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
+        assert logits is not None
+        req_ids = self.input_batch.req_ids
+        trees = {rows.req_id: rows.tree for rows in self._plan.trees}
+        groups = [
+            RowGroup(
+                req_id,
+                tree := trees.get(req_id, EMPTY_TREE),
+                discard=bool(self.discard_request_mask.np[batch_row]),
+                dead_nodes=(
+                    frozenset(range(1, len(tree) + 1))
+                    if req_id in self._placeholders
+                    else self._dead_nodes.get(req_id, frozenset())
+                ),
+            )
+            for batch_row, req_id in enumerate(req_ids)
+        ]
+        self._accepted, logprobs = self.scorer.score(logits, groups)
+        if self._plan.trees:
+            nodes = {g.req_id: a.nodes for g, a in zip(groups, self._accepted, strict=True)}
+            self.stats.tokens_moved += self.tree_attention.commit(
+                self._plan, nodes, self._block_table()
+            )
+        return SamplerOutput(sampled_token_ids(self._accepted, self.device), logprobs)
+
+    def _bookkeeping_sync(
+        self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+    ) -> Any:
+        # vLLM rewinds the generator of a request whose sample it discards. The scorer draws
+        # nothing for those, so there is nothing to rewind (and a CPU generator cannot be).
+        generators = self.input_batch.generators
+        discarded = {
+            row: generators.pop(row)
+            for row in np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])
+            if row in generators
+        }
+        try:
+            result = super()._bookkeeping_sync(scheduler_output, *args, **kwargs)
+        finally:
+            generators.update(discarded)
+        trees = {rows.req_id: rows.tree for rows in self._plan.trees}
+        for req_id, accepted in zip(self.input_batch.req_ids, self._accepted, strict=True):
+            if not accepted.tokens:
+                continue
+            state = self.request_states[req_id]
+            tree = trees.get(req_id, EMPTY_TREE)
+            self.scorer.commit(req_id, accepted.tokens)
+            if req_id not in self._placeholders:
+                state.draft.observe(tree, accepted.nodes)
+                self.stats.observe(tree, accepted.nodes, len(accepted.tokens))
+            state.draft.extend(accepted.tokens)
+        return result
+
+    # -- draft --------------------------------------------------------------------
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        """Each request is clipped on its own (vLLM would stop drafting for the whole batch)."""
+        return common_attn_metadata is not None
+
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: SchedulerOutput,
+        sampled_token_ids: list[list[int]],
+        sampling_metadata: Any,
+        hidden_states: torch.Tensor,
+        sample_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        spec_decode_metadata: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[list[int]]:
+        block_table = self._block_table()
+        requests: list[DraftRequest] = []
+        logits_row = 0
+        for batch_row, req_id in enumerate(self.input_batch.req_ids):
+            accepted = self._accepted[batch_row]
+            root_row = logits_row
+            logits_row += spec_decode_metadata.num_draft_tokens[batch_row] + 1
+            state = self.request_states[req_id]
+            if not accepted.tokens or not state.speculate:
+                continue
+            num_tokens = int(self.input_batch.num_tokens_no_spec[batch_row])
+            # One token more than the drafts is emitted, and all must fit the model's length.
+            room = self.max_model_len - num_tokens - 1
+            wanted = state.max_output_tokens - len(self.requests[req_id].output_token_ids) - 1
+            if min(room, wanted) <= 0:
+                continue
+            requests.append(
+                DraftRequest(
+                    req_id=req_id,
+                    state=state,
+                    bonus_token=accepted.tokens[-1],
+                    num_tokens=num_tokens,
+                    blocks=block_table[batch_row],
+                    hidden_row=root_row + (accepted.nodes[-1] if accepted.nodes else 0),
+                    max_nodes=min(room, self.num_spec_tokens),
+                    max_depth=min(room, wanted, self.num_spec_tokens),
+                )
+            )
+        if self.drafter.heads is not None and self.drafter.heads.reads == "pre_norm":
+            assert aux_hidden_states is not None
+            sample_hidden_states = aux_hidden_states[0][spec_decode_metadata.logits_indices]
+        num_undrafted = self.input_batch.num_reqs - len(requests)
+        trees = self.drafting.draft(requests, sample_hidden_states, num_undrafted)
+        self._trees.update((r.req_id, tree) for r, tree in zip(requests, trees, strict=True))
+        drafts = {r.req_id: t.tokens.tolist() for r, t in zip(requests, trees, strict=True)}
+        return [drafts.get(req_id, []) for req_id in self.input_batch.req_ids]

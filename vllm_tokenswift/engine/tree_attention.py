@@ -1,0 +1,88 @@
+"""What the runner asks of an attention backend: trees in, accepted KV kept, partial passes.
+
+One implementation for each platform (``cpu_tree_attention.py``); everything
+above it, the runner mixin included, is the same for all.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_tokenswift.engine.verify_plan import VerifyPlan
+
+LayerMetadata = dict[str, Any]
+
+
+class TreeAttention(Protocol):
+    """Tree attention, the move of accepted KV, and the draft pass's metadata."""
+
+    layer_names: list[str]
+    block_size: int
+    max_side_chains: int
+    """Side chains that one step can verify, over all requests; more become dead nodes."""
+    chains_cost: bool
+    """Whether a side chain reads the prefix once more (else the whole tree shares one read)."""
+
+    def with_trees(
+        self,
+        metadata: LayerMetadata,
+        plan: VerifyPlan,
+        query_start_loc: npt.NDArray[np.int32],
+        seq_lens: npt.NDArray[np.int32],
+        block_table: npt.NDArray[np.int32],
+    ) -> tuple[LayerMetadata, dict[str, frozenset[int]]]:
+        """The step's metadata with its branching trees, and the nodes not verified by request.
+
+        query_start_loc: int32 ``[r + 1]``; seq_lens: int32 ``[r]``; block_table:
+        int32 ``[r, blocks]``, physical blocks; all by batch row.
+        """
+        ...
+
+    def commit(
+        self,
+        plan: VerifyPlan,
+        accepted: dict[str, list[int]],
+        block_table: npt.NDArray[np.int32],
+    ) -> int:
+        """Puts the KV of the accepted path where plain decoding would have put it.
+
+        accepted: for each request of the plan its accepted nodes, from the root down.
+        Returns the number of tokens moved (0 where every path was the main path).
+        """
+        ...
+
+    def draft_metadata(
+        self,
+        block_tables: npt.NDArray[np.int32],
+        seq_lens: npt.NDArray[np.int32],
+        slots: torch.Tensor,
+        query_rows: npt.NDArray[np.int64],
+        query_start_loc: npt.NDArray[np.int32] | None = None,
+    ) -> LayerMetadata:
+        """Metadata of a draft pass: one query row a request.
+
+        block_tables: int32 ``[layers, r, blocks]``, physical blocks, each request's
+        compact sequence from the left; seq_lens: int32 ``[r]``, its length;
+        slots: int64 ``[r]``, where the pass writes the bonus token's KV;
+        query_rows: rows whose query is kept for :meth:`block_masses`;
+        query_start_loc: int32 ``[r + 1]``, where a request has more than one row
+        (the measurement of the cost curve).
+        """
+        ...
+
+    def block_masses(
+        self,
+        metadata: LayerMetadata,
+        query_index: int,
+        blocks: npt.NDArray[np.int32],
+        num_tokens: int,
+    ) -> npt.NDArray[np.float32]:
+        """Importance of every block to one kept query: float32 ``[layers, len(blocks)]``.
+
+        query_index: index into ``query_rows``; blocks: physical, in logical order.
+        """
+        ...

@@ -1,0 +1,67 @@
+"""Counters of what was drafted, accepted and emitted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_tokenswift.tree import DraftTree, Source
+
+
+@dataclass
+class Stats:
+    """Sums over requests and steps since the worker started.
+
+    num_iterations: verify passes counted per request (the paper's ``T``), plain
+    decode steps included; num_drafting_iterations: those that carried drafts.
+    num_emitted_tokens: tokens sampled; num_draft_tokens: nodes verified;
+    num_accepted_tokens: the sum of ``a_i`` of the paper's equation for alpha.
+    num_ngram_tokens: the sum of ``b_i`` of the equation for beta: tokens accepted
+    in iterations whose accepted path came from n-gram reuse (table or suffix).
+    """
+
+    num_iterations: int = 0
+    num_drafting_iterations: int = 0
+    num_emitted_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_ngram_tokens: int = 0
+    num_draft_passes: int = 0
+    num_selections: int = 0
+    tokens_moved: int = 0
+    drafted_by_source: dict[str, int] = field(default_factory=dict)
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
+
+    def observe(self, tree: DraftTree, accepted_nodes: list[int], num_emitted: int) -> None:
+        """One request's iteration."""
+        self.num_iterations += 1
+        self.num_emitted_tokens += num_emitted
+        if not len(tree):
+            return
+        self.num_drafting_iterations += 1
+        self.num_draft_tokens += len(tree)
+        self.num_accepted_tokens += len(accepted_nodes)
+        sources = tree.sources.tolist()
+        for source in sources:
+            name = Source(source).name.lower()
+            self.drafted_by_source[name] = self.drafted_by_source.get(name, 0) + 1
+        for node in accepted_nodes:
+            name = Source(sources[node - 1]).name.lower()
+            self.accepted_by_source[name] = self.accepted_by_source.get(name, 0) + 1
+        if accepted_nodes and sources[accepted_nodes[-1] - 1] in (Source.NGRAM, Source.SUFFIX):
+            self.num_ngram_tokens += len(accepted_nodes)
+
+    def alpha(self, gamma: int) -> float:
+        """Acceptance rate, paper equation for alpha: accepted / ((gamma + 1) * T)."""
+        return self.num_accepted_tokens / max(1, (gamma + 1) * self.num_iterations)
+
+    def beta(self, gamma: int) -> float:
+        """N-gram acceptance rate, paper equation for beta."""
+        return self.num_ngram_tokens / max(1, (gamma + 1) * self.num_iterations)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            **{name: value for name, value in vars(self).items()},
+            "drafted_by_source": dict(self.drafted_by_source),
+            "accepted_by_source": dict(self.accepted_by_source),
+        }

@@ -1,0 +1,117 @@
+"""Which blocks a request's draft pass reads: sinks, the important, the newest.
+
+Index space: *logical* blocks of the request (block ``i`` holds positions
+``i * block_size ..``). They are mapped to physical blocks anew at each step, so
+that neither preemption nor a prefix-cache hit can leave a stale block behind.
+
+The paper's rule ("Dynamic KV Cache Updates"), in blocks: the first ``|S|`` tokens stay;
+the rest of the budget ``|B|`` holds the most important blocks, in falling order of
+importance; every token written since the selection pushes the least important
+one out; when all are out, the scores are computed again.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Mode(enum.Enum):
+    """The ablation of the paper: the whole cache, a selection made once, or renewed."""
+
+    FULL = "full"
+    STATIC = "static"
+    DYNAMIC = "dynamic"
+
+
+class DraftBlockTable:
+    """The draft block table of one request, for every layer.
+
+    budget_tokens: ``|B|``; sink_tokens: ``|S|``; both are rounded to whole blocks
+    (sinks up, the budget down, but never below sinks + 2 blocks).
+    refresh_tokens: select again when that many tokens were written since the last
+    selection; None is the paper's rule: when no selected block is left.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        block_size: int,
+        budget_tokens: int,
+        sink_tokens: int,
+        refresh_tokens: int | None,
+    ) -> None:
+        self.mode = mode
+        self.block_size = block_size
+        self.sink_blocks = -(-sink_tokens // block_size)
+        self.budget_blocks = max(budget_tokens // block_size, self.sink_blocks + 2)
+        self.refresh_tokens = refresh_tokens
+        self._selected: npt.NDArray[np.int32] | None = None  # [layers, candidates]
+        self._first_recent = 0  # logical block of the oldest token not ranked
+        self._selected_at = 0  # tokens in the cache when the selection was made
+
+    def forget(self) -> None:
+        """Drops the selection (after preemption: it is made again from the new cache)."""
+        self._selected = None
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether the whole sequence fits the budget: then there is nothing to leave out."""
+        return -(-num_tokens // self.block_size) <= self.budget_blocks
+
+    def needs_selection(self, num_tokens: int) -> bool:
+        """Whether the scores have to be computed (again) before the next partial pass."""
+        if self.mode is Mode.FULL or self.fits(num_tokens):
+            return False
+        if self._selected is None:
+            return True
+        if self.mode is Mode.STATIC:
+            return False
+        if (
+            self.refresh_tokens is not None
+            and num_tokens - self._selected_at >= self.refresh_tokens
+        ):
+            return True
+        return self._room(num_tokens) <= 0
+
+    def select(self, masses: npt.NDArray[np.float32], num_tokens: int) -> None:
+        """Ranks the blocks between the sinks and the newest.
+
+        masses: float32 ``[layers, blocks]`` over all blocks of the sequence;
+        num_tokens: tokens in the cache. Ties go to the newer block.
+        """
+        self._first_recent = (num_tokens - 1) // self.block_size
+        self._selected_at = num_tokens
+        ranked = masses[:, self.sink_blocks : self._first_recent]
+        order = np.argsort(-ranked[:, ::-1], axis=1, kind="stable")
+        newest_first = ranked.shape[1] - 1 - order
+        room = max(self._room(num_tokens), 0)
+        self._selected = (newest_first[:, :room] + self.sink_blocks).astype(np.int32)
+
+    def blocks(self, num_tokens: int, num_layers: int) -> npt.NDArray[np.int32]:
+        """The logical blocks of a draft pass, ascending: int32 ``[layers, blocks]``.
+
+        num_tokens: tokens in the cache, the one that the pass writes included.
+        The last column is always the block of the newest token, so that a
+        sequence of these blocks is full up to its last block.
+        """
+        num_blocks = -(-num_tokens // self.block_size)
+        if self._selected is None or self.mode is Mode.FULL or self.fits(num_tokens):
+            return np.tile(np.arange(num_blocks, dtype=np.int32), (num_layers, 1))
+        if self.mode is Mode.STATIC:
+            # The selection stays; what is pushed out are the older of the newer blocks.
+            kept = self._selected
+            room = self.budget_blocks - self.sink_blocks - kept.shape[1]
+            first_recent = max(self._first_recent, num_blocks - max(room, 1))
+        else:
+            kept = self._selected[:, : max(self._room(num_tokens), 0)]
+            first_recent = self._first_recent
+        sinks = np.tile(np.arange(self.sink_blocks, dtype=np.int32), (num_layers, 1))
+        recent = np.tile(np.arange(first_recent, num_blocks, dtype=np.int32), (num_layers, 1))
+        return np.concatenate([sinks, np.sort(kept, axis=1), recent], axis=1)
+
+    def _room(self, num_tokens: int) -> int:
+        """Selected blocks that the budget still has room for beside sinks and newest."""
+        recent = -(-num_tokens // self.block_size) - self._first_recent
+        return self.budget_blocks - self.sink_blocks - recent

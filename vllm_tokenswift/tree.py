@@ -1,0 +1,174 @@
+"""The draft tree: what one request asks the target model to verify in one pass.
+
+Index space: a *tree node*. Node 0 is the bonus token (already sampled, not a
+draft); nodes ``1..n`` are drafts. ``parents[i - 1]`` is the parent node of
+node ``i`` and is always smaller than ``i``, so every prefix of the node list is
+itself a valid tree: vLLM's scheduler may cut the list of draft tokens anywhere.
+
+Nodes stand in *depth-first order, likeliest child first*. Two things follow:
+the likeliest path is nodes ``1..m`` (its KV already lies where plain decoding
+would have put it), and every chain of only children is contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Source(IntEnum):
+    """Where a draft node came from; the planner learns acceptance for each."""
+
+    UNKNOWN = 0
+    SELF = 1
+    HEADS = 2
+    FREE_HEADS = 3
+    NGRAM = 4
+    SUFFIX = 5
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A run of consecutive nodes in which each is the parent of the next.
+
+    ``nodes`` are the node numbers ``first..last`` (node 0 included in the main
+    chain); ``ancestors`` are the nodes above ``first``, nearest last, the bonus
+    token (node 0) included.
+    """
+
+    first: int
+    last: int
+    ancestors: tuple[int, ...]
+
+    @property
+    def num_nodes(self) -> int:
+        return self.last - self.first + 1
+
+
+@dataclass(frozen=True, eq=False)
+class DraftTree:
+    """A flattened draft tree.
+
+    tokens: int32 ``[n]``, the token of node ``i + 1``.
+    parents: int32 ``[n]``, the parent node of node ``i + 1``; ``0 <= parents[i] <= i``.
+    sources: int8 ``[n]``, a :class:`Source` for each node.
+    probabilities: float32 ``[n]``, estimated chance that the node is accepted
+        (that the whole path down to it is), or zeros where nobody estimated it.
+
+    Raises ValueError where the arrays do not describe a tree.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    parents: npt.NDArray[np.int32]
+    sources: npt.NDArray[np.int8]
+    probabilities: npt.NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        n = len(self.tokens)
+        for name in ("parents", "sources", "probabilities"):
+            if len(getattr(self, name)) != n:
+                raise ValueError(
+                    f"{name} has {len(getattr(self, name))} entries, tokens has {n}: "
+                    "a draft tree holds one of each for every node"
+                )
+        if n and ((self.parents < 0) | (self.parents > np.arange(n))).any():
+            raise ValueError("parents[i] must lie in 0..i: a parent stands before its child")
+
+    @classmethod
+    def build(
+        cls,
+        tokens: Sequence[int] | npt.NDArray[np.int32],
+        parents: Sequence[int] | npt.NDArray[np.int32],
+        sources: Sequence[int] | npt.NDArray[np.int8] | None = None,
+        probabilities: Sequence[float] | npt.NDArray[np.float32] | None = None,
+    ) -> DraftTree:
+        n = len(tokens)
+        return cls(
+            np.asarray(tokens, dtype=np.int32),
+            np.asarray(parents, dtype=np.int32),
+            np.zeros(n, np.int8) if sources is None else np.asarray(sources, dtype=np.int8),
+            np.zeros(n, np.float32)
+            if probabilities is None
+            else np.asarray(probabilities, dtype=np.float32),
+        )
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int], source: Source = Source.UNKNOWN) -> DraftTree:
+        """A tree with one path: what vLLM's own speculative methods draft."""
+        n = len(tokens)
+        return cls.build(tokens, np.arange(n), np.full(n, source, np.int8))
+
+    def __len__(self) -> int:
+        """Number of draft nodes (the bonus token not counted)."""
+        return len(self.tokens)
+
+    def truncate(self, n: int) -> DraftTree:
+        """The tree of the first ``n`` drafts: valid because parents come first."""
+        if n >= len(self):
+            return self
+        return DraftTree(
+            self.tokens[:n], self.parents[:n], self.sources[:n], self.probabilities[:n]
+        )
+
+    @cached_property
+    def depths(self) -> npt.NDArray[np.int32]:
+        """int32 ``[n + 1]``: depth of every node, node 0 included (depth 0)."""
+        depths = np.zeros(len(self) + 1, np.int32)
+        for i, parent in enumerate(self.parents.tolist(), start=1):
+            depths[i] = depths[parent] + 1
+        return depths
+
+    @cached_property
+    def is_chain(self) -> bool:
+        return bool((self.parents == np.arange(len(self))).all())
+
+    @cached_property
+    def children(self) -> list[dict[int, int]]:
+        """For every node, its children as ``{token: node}``; of equal tokens the first."""
+        children: list[dict[int, int]] = [{} for _ in range(len(self) + 1)]
+        for i, (token, parent) in enumerate(
+            zip(self.tokens.tolist(), self.parents.tolist(), strict=True), start=1
+        ):
+            children[parent].setdefault(token, i)
+        return children
+
+    def path(self, node: int) -> list[int]:
+        """Draft nodes from the root's child down to ``node`` (node 0 not included)."""
+        path: list[int] = []
+        while node:
+            path.append(node)
+            node = int(self.parents[node - 1])
+        return path[::-1]
+
+    @cached_property
+    def chains(self) -> list[Chain]:
+        """The nodes ``0..n`` cut into chains, in node order.
+
+        The first is the main chain; each further one starts at a node whose
+        parent is not the node before it.
+        """
+        starts = [0, *(np.flatnonzero(self.parents != np.arange(len(self))) + 1).tolist()]
+        chains = []
+        for first, nxt in zip(starts, [*starts[1:], len(self) + 1], strict=True):
+            ancestors = [0, *self.path(int(self.parents[first - 1]))] if first else []
+            chains.append(Chain(first, nxt - 1, tuple(ancestors)))
+        return chains
+
+    def mask(self) -> npt.NDArray[np.bool_]:
+        """bool ``[n + 1, n + 1]``: ``mask[i, j]`` where node ``i`` attends to node ``j``.
+
+        A node sees itself and its ancestors (paper, appendix "Tree-Based Attention").
+        """
+        size = len(self) + 1
+        mask = np.eye(size, dtype=bool)
+        for i, parent in enumerate(self.parents.tolist(), start=1):
+            mask[i] |= mask[parent]
+        return mask
+
+
+EMPTY_TREE = DraftTree.build([], [])
