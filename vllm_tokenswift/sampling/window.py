@@ -64,35 +64,37 @@ def window_indices(
     owners: for each row, its request's index in ``windows``.
     paths: for each row, the draft tokens from the root's child down to its node.
     """
-    width = max(len(window.tokens) for window in windows)
-    depth = max(map(len, paths))
+    texts = [window.tokens for window in windows]
+    length = np.array([[len(text)] for text in texts])[owners]  # [rows, 1]
+    size = np.array([[window.size] for window in windows])[owners]  # [rows, 1]
+    depth = np.array([[len(path)] for path in paths])  # [rows, 1]
+    width, deepest = max(map(len, texts)), int(depth.max())
+
     base = np.zeros((len(windows), width), np.int64)  # right-aligned
-    for row, window in zip(base, windows, strict=True):
-        row[width - len(window.tokens) :] = window.tokens
-    path_tokens = np.zeros((len(paths), depth), np.int64)  # left-aligned
-    filler = np.empty((len(paths), 1), np.int64)
-    first_base = np.empty((len(paths), 1), np.int64)
-    first_path = np.empty((len(paths), 1), np.int64)
-    for i, (owner, path) in enumerate(zip(owners, paths, strict=True)):
-        window = windows[owner]
-        path_tokens[i, : len(path)] = path
-        # The newest token is always in the window: it stands where others are not.
-        filler[i] = path[-1] if path else window.tokens[-1]
-        oldest = max(width - window.size + len(path), width - len(window.tokens))
-        first_base[i] = oldest
-        first_path[i] = len(path) - window.size
-    base_d = torch.from_numpy(base).to(device)  # [requests, width]
-    filler_d = torch.from_numpy(filler).to(device)  # [rows, 1]
-    rows = base_d[torch.tensor(owners, device=device)]  # [rows, width]
+    for row, text in zip(base, texts, strict=True):
+        row[width - len(text) :] = text
+    on_path = np.zeros((len(paths), deepest + 1), np.int64)  # left-aligned after the newest
+    on_path[:, 0] = base[owners, -1]
+    for row, path in zip(on_path, paths, strict=True):
+        row[1 : len(path) + 1] = path
+    # The newest token is always in the window: it fills the places that are not.
+    newest = np.take_along_axis(on_path, depth, axis=1)  # [rows, 1]
+
+    oldest_base = np.maximum(width - size + depth, width - length)  # [rows, 1], a column
+    oldest_path = depth - size  # [rows, 1], a column
+    bounds = np.concatenate((newest, oldest_base, oldest_path, depth), axis=1)
+    bounds_d = torch.from_numpy(bounds).to(device)  # [rows, 4], in one transfer
+    newest_d, oldest_base_d = bounds_d[:, 0:1], bounds_d[:, 1:2]
+    oldest_path_d, depth_d = bounds_d[:, 2:3], bounds_d[:, 3:4]
+    rows = torch.from_numpy(base).to(device)[torch.tensor(owners, device=device)]
     column = torch.arange(width, device=device)
-    rows = torch.where(column >= torch.from_numpy(first_base).to(device), rows, filler_d)
-    if not depth:
+    rows = torch.where(column >= oldest_base_d, rows, newest_d)  # [rows, width]
+    if not deepest:
         return rows
-    path_d = torch.from_numpy(path_tokens).to(device)  # [rows, depth]
-    lengths = torch.tensor([[len(path)] for path in paths], device=device)
-    column = torch.arange(depth, device=device)
-    inside = (column >= torch.from_numpy(first_path).to(device)) & (column < lengths)
-    return torch.cat((rows, torch.where(inside, path_d, filler_d)), dim=1)
+    drafts = torch.from_numpy(on_path[:, 1:]).to(device)  # [rows, deepest]
+    column = torch.arange(deepest, device=device)
+    inside = (column >= oldest_path_d) & (column < depth_d)
+    return torch.cat((rows, torch.where(inside, drafts, newest_d)), dim=1)
 
 
 def penalise(

@@ -72,7 +72,7 @@ class BatchWindows:
         if not rows:
             return
         tokens = window_indices(
-            [windows[row] for row in rows], range(len(rows)), [()] * len(rows), logits.device
+            [windows[row] for row in rows], list(range(len(rows))), [()] * len(rows), logits.device
         )
         theta = torch.tensor([[self._windows[row].theta] for row in rows], dtype=torch.float32)
         index = torch.tensor(rows, device=logits.device).unsqueeze(1)
