@@ -19,7 +19,6 @@ import numpy as np
 
 from vllm_tokenswift.draft.candidates import HeadCandidates
 from vllm_tokenswift.draft.cost import CostModel
-from vllm_tokenswift.draft.self_draft import SelfDraftGain
 from vllm_tokenswift.draft.state import DraftState
 from vllm_tokenswift.draft.trie import Trie, grow_tree, paper_tree, take_best_first
 from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
@@ -34,7 +33,6 @@ _MIN_IMPROVEMENT = 1.01
 _SELF_DRAFT_NODES = 4
 # Share of the time that may go into self-draft passes which only ask whether they pay again.
 _PROBE_SHARE = 0.01
-_MAX_PROBE_BACKOFF = 8
 # Curves kept by (tokens, nodes) of a step; a batch of changing size needs a few hundred.
 _MAX_CURVES = 1024
 
@@ -73,6 +71,7 @@ class Planner:
         self.budget = budget
         self.mode = mode
         self._curves: dict[tuple[int, int], tuple[list[float], list[float]]] = {}
+        self._planned: tuple[tuple[DraftRequest, ...], int, list[DraftTree]] | None = None
         self.decisions: dict[str, int] = dict.fromkeys(
             ("drafted", "plain", "none", "self_draft", "self_draft_probe", "no_self_draft"), 0
         )
@@ -81,8 +80,18 @@ class Planner:
         """One tree for each request, empty where it decodes plainly.
 
         num_other_tokens: query tokens of the batch besides these requests' (prefill chunks).
+        Where :meth:`wants_self_draft` was just asked about these same request objects, what it
+        planned is used.
         """
-        if self.mode == "auto":
+        planned, self._planned = self._planned, None
+        if (
+            planned is not None
+            and planned[1] == num_other_tokens
+            and len(planned[0]) == len(requests)
+            and all(a is b for a, b in zip(planned[0], requests, strict=True))
+        ):
+            trees = planned[2]
+        elif self.mode == "auto":
             trees, _, _ = self._plan_auto(requests, num_other_tokens)
         else:
             trees = [self._plan_fixed(request) for request in requests]
@@ -189,7 +198,8 @@ class Planner:
             return [r.limit > 0 for r in requests] if self.mode == "paper" else eligible
         if not any(eligible):
             return [False] * len(requests)
-        _, expected, step_ms = self._plan_auto(requests, num_other_tokens)
+        trees, expected, step_ms = self._plan_auto(requests, num_other_tokens)
+        self._planned = (tuple(requests), num_other_tokens, trees)
         gains = [request.state.self_draft for request in requests]
         without = [g.tokens(e, with_pass=False) for g, e in zip(gains, expected, strict=True)]
         extra = [
@@ -214,38 +224,19 @@ class Planner:
                 best_rate, best = total / (step_ms + pass_ms), len(chosen)
         for index in chosen[:best]:
             wanted[index] = True
-        if best == 0:
-            self._probe_self_draft(gains, eligible, wanted, pass_ms / step_ms)
-        else:
-            for index in chosen[:best]:
-                gains[index].probe_backoff = 1
-        for index, gain in enumerate(gains):
-            if eligible[index]:
-                gain.decided(expected[index], wanted[index])
-                name = "no_self_draft"
-                if wanted[index]:
-                    name = "self_draft" if best else "self_draft_probe"
-                self.decisions[name] += 1
-        return wanted
-
-    def _probe_self_draft(
-        self,
-        gains: Sequence[SelfDraftGain],
-        eligible: Sequence[bool],
-        wanted: list[bool],
-        relative_cost: float,
-    ) -> None:
-        """Ask for the pass all the same where its last trial is long enough ago.
-
-        relative_cost: of the pass for all eligible requests, in plain steps.
-        """
+        relative_cost = pass_ms / step_ms
+        tokens_for_pass = relative_cost * sum(without) / len(chosen)
         for index, gain in enumerate(gains):
             if not eligible[index]:
                 continue
-            interval = relative_cost / _PROBE_SHARE * gain.probe_backoff
-            if gain.steps_since_pass >= interval:
+            name = "self_draft" if wanted[index] else "no_self_draft"
+            if best == 0 and gain.wants_probe(relative_cost / _PROBE_SHARE):
                 wanted[index] = True
-                gain.probe_backoff = min(gain.probe_backoff * 2, _MAX_PROBE_BACKOFF)
+                name = "self_draft_probe"
+            self.decisions[name] += 1
+            baseline = without[index] - expected[index]
+            gain.decided(expected[index], wanted[index], baseline + tokens_for_pass)
+        return wanted
 
 
 def _dear_branches(

@@ -62,13 +62,12 @@ def replay(
     while done < len(tokens):
         heads = free_heads(done) if free_heads else None
         began = time.process_time()
-        if self_heads is not None:
-            request = DraftRequest(state, None, done, limit)
-            if planner.wants_self_draft([request])[0]:
-                heads = self_heads(done)
-                self_drafts += 1
-                step_ms += cost.draft_pass_ms(min(planner.budget, done))
-        tree = planner.plan([DraftRequest(state, heads, done, limit)])[0]
+        request = DraftRequest(state, heads, done, limit)
+        if self_heads is not None and planner.wants_self_draft([request])[0]:
+            request = DraftRequest(state, self_heads(done), done, limit)
+            self_drafts += 1
+            step_ms += cost.draft_pass_ms(min(planner.budget, done))
+        (tree,) = planner.plan([request])
         planning_s += time.process_time() - began
 
         accepted: list[int] = []

@@ -10,6 +10,8 @@ _EXPECTED_EDGES = (1.3, 1.8, 2.5, 4.0, 7.0)
 _PRIOR_EXTRA = 0.9
 _PRIOR_WEIGHT = 4.0
 _MEMORY = 32.0
+_LONG_AGO = 1 << 30
+_MAX_BACKOFF = 8
 
 
 class SelfDraftGain:
@@ -22,25 +24,41 @@ class SelfDraftGain:
         size = len(_EXPECTED_EDGES) + 1
         self._extra = {False: [0.0] * size, True: [_PRIOR_EXTRA] * size}
         self._weights = {False: [_PRIOR_WEIGHT] * size, True: [_PRIOR_WEIGHT] * size}
-        self._pending: tuple[float, bool] | None = None
-        self.steps_since_pass = 0
-        self.probe_backoff = 1
+        self._pending: tuple[float, bool, float] | None = None
+        self._steps_since_pass = 0
+        self._backoff = 1
 
     def tokens(self, expected: float, with_pass: bool) -> float:
         """Tokens to count on where the plan without the pass expects ``expected``."""
         return max(1.0, expected + self._extra[with_pass][bisect_right(_EXPECTED_EDGES, expected)])
 
-    def decided(self, expected: float, with_pass: bool) -> None:
-        """Remember a decision; :meth:`observe` tells how it ended."""
-        self._pending = (expected, with_pass)
-        self.steps_since_pass = 0 if with_pass else self.steps_since_pass + 1
+    def wants_probe(self, interval: float) -> bool:
+        """Whether the last trial is long enough ago to ask again.
+
+        interval: decisions between trials that the time set aside for them allows; stretched
+        while trials fail. A trial that paid is repeated at once.
+        """
+        return self._steps_since_pass >= interval * self._backoff
+
+    def decided(self, expected: float, with_pass: bool, break_even: float) -> None:
+        """Remember a decision; :meth:`observe` tells how it ended.
+
+        break_even: tokens beyond ``expected`` that pay for the pass.
+        """
+        self._pending = (expected, with_pass, break_even)
+        self._steps_since_pass = 0 if with_pass else self._steps_since_pass + 1
 
     def observe(self, num_tokens: int) -> None:
         """The iteration decided on last emitted ``num_tokens``."""
         if self._pending is None:
             return
-        expected, with_pass = self._pending
+        expected, with_pass, break_even = self._pending
         self._pending = None
+        if with_pass and num_tokens - expected >= break_even:
+            self._backoff = 1
+            self._steps_since_pass = _LONG_AGO
+        elif with_pass:
+            self._backoff = min(self._backoff * 2, _MAX_BACKOFF)
         bucket = bisect_right(_EXPECTED_EDGES, expected)
         weight = min(self._weights[with_pass][bucket] + 1.0, _MEMORY)
         self._weights[with_pass][bucket] = weight
