@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from vllm_tokenswift.heads.files import TensorFolder
 from vllm_tokenswift.heads.model import Reads
 from vllm_tokenswift.heads.target import TargetShape
 
@@ -27,11 +29,15 @@ def target_shape(model: str) -> TargetShape:
 class FrozenTarget:
     """A target that only reads: no gradients, no cache.
 
+    Raises ValueError where a file of a local model is missing or cut short.
+
     lm_head: ``[vocab, hidden]`` in the target's dtype, tied to the embeddings or not.
     final_norm: ``[hidden]``, the weight of the norm before the LM head.
     """
 
     def __init__(self, model: str, dtype: str, device: torch.device) -> None:
+        if Path(model).is_dir():
+            TensorFolder(Path(model))
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
         self.model = loaded.to(device).eval().requires_grad_(False)
         self.lm_head: Tensor = self.model.get_output_embeddings().weight

@@ -57,6 +57,9 @@ class TrainingRecipe:
     device: str = "auto"
 
     def __post_init__(self) -> None:
+        forms = [form.value for form in HeadForm]
+        if self.form not in forms:
+            raise ValueError(f"form is {self.form!r}; it must be {' or '.join(forms)}")
         object.__setattr__(self, "form", HeadForm(self.form))
         whole = ("num_heads", "num_steps", "batch_size", "grad_accumulation", "loss_chunk")
         for name in (*whole, "save_every"):
