@@ -129,8 +129,8 @@ class TreeFlashMetadataBuilder(TreeMetadataBuilder, flash_attn.FlashAttentionMet
             causal=False,
             max_num_splits=rows.max_num_splits,
         )
-        schedule = self._store_scheduler_metadata(schedule)
-        return schedule
+        stored: torch.Tensor | None = self._store_scheduler_metadata(schedule)
+        return stored
 
 
 class TreeTritonMetadataBuilder(TreeMetadataBuilder, triton_attn.TritonAttentionMetadataBuilder):

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from vllm.model_executor.layers.attention import Attention
+from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.utils import CpuGpuBuffer
 
@@ -117,9 +118,8 @@ class CUDATreeAttention:
 
         def slots(offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
             positions = rows.root_position + offsets
-            return table[positions // self.block_size] * self.block_size + (
-                positions % self.block_size
-            )
+            blocks: npt.NDArray[np.int64] = table[positions // self.block_size]
+            return blocks * self.block_size + positions % self.block_size
 
         return slots(path[moved]), slots(depths[moved])
 
@@ -136,12 +136,11 @@ class CUDATreeAttention:
         starts = (
             np.arange(num_reqs + 1, dtype=np.int32) if query_start_loc is None else query_start_loc
         )
-        starts_cpu = torch.from_numpy(starts)
-        tables = torch.from_numpy(block_tables).pin_memory().to(device, non_blocking=True)
+        tables = _to_device(block_tables, device)
         common = CommonAttentionMetadata(
-            query_start_loc=starts_cpu.pin_memory().to(device, non_blocking=True),
-            query_start_loc_cpu=starts_cpu,
-            seq_lens=torch.from_numpy(seq_lens).pin_memory().to(device, non_blocking=True),
+            query_start_loc=_to_device(starts, device),
+            query_start_loc_cpu=torch.from_numpy(starts),
+            seq_lens=_to_device(seq_lens, device),
             num_reqs=num_reqs,
             num_actual_tokens=int(starts[-1]),
             max_query_len=int(np.diff(starts).max()),
@@ -149,14 +148,14 @@ class CUDATreeAttention:
             block_table_tensor=tables[0],
             slot_mapping=slots,
         )
-        stock = self.builder.build(0, common)  # type: ignore[attr-defined]
+        stock = self.builder.build(0, common)
         if common.max_query_len > 1 and getattr(stock, "trees", None) is None:
             # Several rows a request stand for a verify pass: they take its path.
             stock = self.builder.with_rows(stock, self.builder.tree_rows.fill(starts, seq_lens, ()))
         kept: list[torch.Tensor | None] = [None] * num_layers
         rows = None
         if len(query_rows):
-            rows = torch.from_numpy(query_rows).pin_memory().to(device, non_blocking=True)
+            rows = _to_device(query_rows, device)
             shape = (num_layers, len(query_rows), self.num_heads, self.cache.head_size)
             kept = list(torch.empty(shape, dtype=self.cache.dtype, device=device))
         return {
@@ -180,12 +179,18 @@ class CUDATreeAttention:
         masses = block_scores(
             queries.unsqueeze(1),  # [layers, 1, heads, head_size]
             self.cache,
-            torch.from_numpy(blocks).to(device)[None],
+            _to_device(blocks, device)[None],
             torch.tensor([num_tokens], dtype=torch.int32, device=device),
             self.scale,
         )
         scores: npt.NDArray[np.float32] = masses[:, 0].cpu().numpy()
         return scores
+
+
+def _to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A copy that the host does not wait for."""
+    tensor = torch.from_numpy(array)
+    return (tensor.pin_memory() if PIN_MEMORY else tensor).to(device, non_blocking=True)
 
 
 def _nodes_off_the_main_chain(tree: DraftTree) -> frozenset[int]:
@@ -198,11 +203,10 @@ def _refuse_unsupported(name: str, layer: Any) -> None:
     if not isinstance(impl, TreeAttentionImpl):
         raise ValueError(
             f"attention layer {name} runs on {type(impl).__name__}: TokenSwift verifies trees on "
-            "vLLM's FLASH_ATTN and TRITON_ATTN backends; set attention_config.backend to one of them"
+            "FLASH_ATTN and TRITON_ATTN; set attention_config.backend to one of them"
         )
     stock: Any = impl
     refused = {
-        "an fp8 KV cache": str(stock.kv_cache_dtype).startswith("fp8"),
         f"a KV cache of type {stock.kv_cache_dtype}": stock.kv_cache_dtype
         not in ("auto", "float16", "bfloat16"),
         "a sliding window": tuple(stock.sliding_window) != (-1, -1),
