@@ -178,7 +178,7 @@ def test_the_paper_tree_cut_to_a_budget_keeps_its_likeliest_path() -> None:
 
 def test_ngrams_share_prefixes_and_their_frequencies_add_up() -> None:
     ngrams = [((1, 2, 3), 4), ((1, 2, 4), 2), ((5, 6, 7), 2)]
-    tree = grow_tree([NgramOffer(None, ngrams, total=16)], 100)
+    tree = grow_tree([NgramOffer(None, ngrams, total=16, max_depth=3)], 100)
     paths = tree_paths(tree)
     assert paths[(1,)] == pytest.approx(6 / 16)
     assert paths[(1, 2, 3)] == pytest.approx(4 / 16)

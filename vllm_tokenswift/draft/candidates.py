@@ -81,10 +81,14 @@ class NgramOffer(Offer):
 
     gains: None takes a token's share among the n-grams at face value (nothing is learned).
     total: how often that token began an n-gram, the unlisted ones included.
+    max_depth: offer no more than this many tokens of an n-gram.
     """
 
-    def __init__(self, gains: GainModel | None, ngrams: list[Ngram], total: int) -> None:
+    def __init__(
+        self, gains: GainModel | None, ngrams: list[Ngram], total: int, max_depth: int
+    ) -> None:
         self._gains = gains
+        self._max_depth = min(len(ngrams[0][0]), max_depth)
         self.root = (0, total, ngrams)
         self._root_steps: list[Step] = []
 
@@ -106,7 +110,7 @@ class NgramOffer(Offer):
             else:
                 groups[token] = [ngram]
         depth += 1
-        last = depth >= len(ngrams[0][0])
+        last = depth >= self._max_depth
         steps: list[Step] = []
         for token, group in groups.items():
             frequency = group[0][1]

@@ -118,7 +118,7 @@ class DraftState:
             support = seen / total if total else 0.0
             offers.append(PathOffer(self.gains, path, match.length, support, rank > 0))
         if ngrams:
-            offers.append(NgramOffer(self.gains, ngrams, total))
+            offers.append(NgramOffer(self.gains, ngrams, total, max_depth))
         return offers
 
     def _head_offers(self, heads: HeadCandidates, max_depth: int) -> list[Offer]:

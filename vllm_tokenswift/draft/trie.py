@@ -217,5 +217,6 @@ def paper_tree(
     first = heads.tokens[0][0]
     ngrams = table.lookup(first)
     if ngrams:
-        offers.append(AfterOffer(first, NgramOffer(None, ngrams, table.total(first))))
+        after = NgramOffer(None, ngrams, table.total(first), max_depth=table.n - 1)
+        offers.append(AfterOffer(first, after))
     return grow_tree(offers, budget, chain_only)
