@@ -190,7 +190,7 @@ def split_held_out(
     groups = sorted({sequence.document for sequence in sequences})
     if len(groups) == 1:
         return sequences[:-wanted], sequences[-wanted:]
-    sizes = {group: 0 for group in groups}
+    sizes = dict.fromkeys(groups, 0)
     for sequence in sequences:
         sizes[sequence.document] += 1
     kept_out: set[int] = set()

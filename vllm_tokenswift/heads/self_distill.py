@@ -89,11 +89,12 @@ def _count(file: Path) -> int:
 
 def _prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """A prompt as the model's users send it: through its chat template if it has one."""
+    ids: list[int]
     if tokenizer.chat_template is None:
-        ids: list[int] = tokenizer.encode(prompt)
-        return ids
-    chat = [{"role": "user", "content": prompt}]
-    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        ids = tokenizer.encode(prompt)
+    else:
+        chat = [{"role": "user", "content": prompt}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     return ids
 
 

@@ -1,0 +1,162 @@
+"""Heads inside vLLM's engine: the logits they draft from are the trainer's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+from vllm_tokenswift.heads.checkpoint import load_heads, write_merged, write_own
+from vllm_tokenswift.heads.files import new_folder
+from vllm_tokenswift.heads.frozen_target import FrozenTarget, target_shape
+from vllm_tokenswift.heads.model import DraftHeads
+
+Target = Callable[..., Path]
+Heads = Callable[..., DraftHeads]
+
+PROMPT = [5 + 3 * i % 80 for i in range(23)]
+
+# The functions below run in vLLM's worker, which cannot import this file.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def _watch_heads(worker: Any) -> None:
+    runner = worker.model_runner
+    runner.heads_seen = []
+
+    def keep(_: Any, inputs: Any, reads: list[Any]) -> None:
+        logits = [runner.model.compute_logits(read).float().cpu().numpy() for read in reads]
+        runner.heads_seen.append((inputs[0].float().cpu().numpy(), logits))
+
+    runner.drafter.heads.register_forward_hook(keep)
+
+
+def _seen(worker: Any) -> Any:
+    return worker.model_runner.heads_seen
+
+
+def _in_vllm(model: Path, heads: Path) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The hidden state that heads got after the prompt, and the logits made of it."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        str(model),
+        dtype="float32",
+        max_model_len=128,
+        enforce_eager=True,
+        kv_cache_memory_bytes=1 << 26,
+        speculative_config={
+            "method": "tokenswift",
+            "heads": str(heads),
+            "head_source": "free",
+            "self_draft": "off",
+            "plan": "fixed",
+            "num_speculative_tokens": 8,
+        },
+    )
+    llm.collective_rpc(_watch_heads)
+    llm.generate([{"prompt_token_ids": PROMPT}], SamplingParams(temperature=0, max_tokens=6))
+    hidden, logits = llm.collective_rpc(_seen)[0][0]
+    del llm
+    return torch.from_numpy(hidden), [torch.from_numpy(values) for values in logits]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("model_type", "tied", "layout"),
+    [
+        ("llama", True, "own-released"),
+        ("llama", False, "merged-released"),
+        ("qwen2", True, "merged-linear"),
+        ("qwen2", False, "own-linear"),
+    ],
+)
+def test_heads_in_vllm_give_the_trainers_logits(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    target_folder: Target,
+    random_heads: Heads,
+    model_type: str,
+    tied: bool,
+    layout: str,
+) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    model, (kind, form) = target_folder(model_type, tied=tied), layout.split("-")
+    trained, path = random_heads(form), tmp_path / "heads"
+    if kind == "merged":
+        write_merged(trained, model, path)
+        served = path
+    else:
+        served = model
+        with new_folder(path) as folder:
+            shape = target_shape(str(model))
+            write_own(trained, folder, target_name="small", target=shape, training={})
+
+    frozen = FrozenTarget(str(model), "float32", torch.device("cpu"))
+    hidden = frozen.hidden(torch.tensor([PROMPT]), trained.reads)[0, -1:]  # [1, hidden]
+    expected = [read @ frozen.lm_head.T for read in trained(hidden)]  # [1, vocab] each
+
+    seen_hidden, seen_logits = _in_vllm(served, path)
+    torch.testing.assert_close(seen_hidden[:1], hidden, rtol=1e-5, atol=1e-5)
+    assert len(seen_logits) == len(expected)
+    for seen, wanted in zip(seen_logits, expected, strict=True):
+        torch.testing.assert_close(seen[:1], wanted, rtol=1e-5, atol=1e-5)
+
+
+def _propose(rank: int, model: str, heads_path: str, port: int, results: Any) -> None:
+    """One rank of two: replicated heads, vLLM's LM head split over the vocabulary."""
+    import os
+
+    os.environ["VLLM_DIST_IDENT"] = str(port)  # as vLLM's executor sets it
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    torch.set_default_dtype(torch.float32)
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(
+            2, rank, f"tcp://127.0.0.1:{port}", local_rank=rank, backend="gloo"
+        )
+        initialize_model_parallel(2)
+        frozen = FrozenTarget(model, "float32", torch.device("cpu"))
+        vocab, hidden_size = frozen.lm_head.shape
+        lm_head = ParallelLMHead(vocab, hidden_size)
+        lm_head.weight_loader(lm_head.weight, frozen.lm_head)
+        assert lm_head.weight.shape[0] < vocab
+        heads = load_heads(heads_path, hidden_size=hidden_size, dtype=torch.float32, device="cpu")
+        states = frozen.hidden(torch.tensor([PROMPT]), heads.reads)[0]
+        logits = LogitsProcessor(vocab)
+        drafts = [logits(lm_head, read).topk(3).indices.tolist() for read in heads(states)]
+    results.put((rank, drafts))
+
+
+@pytest.mark.parametrize("form", ["linear", "released"])
+def test_two_tensor_parallel_ranks_propose_alike_and_like_one(
+    tmp_path: Path, target_folder: Target, random_heads: Heads, form: str
+) -> None:
+    model, heads, path = target_folder(), random_heads(form), tmp_path / "merged"
+    write_merged(heads, model, path)
+    context = torch.multiprocessing.get_context("fork")
+    results = context.Queue()
+    port = 29000 + hash(tmp_path) % 500
+    ranks = [
+        context.Process(target=_propose, args=(rank, str(model), str(path), port, results))
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(timeout=300)
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    drafts = dict(results.get(timeout=10) for _ in ranks)
+    assert drafts[0] == drafts[1]
+    frozen = FrozenTarget(str(model), "float32", torch.device("cpu"))
+    states = frozen.hidden(torch.tensor([PROMPT]), heads.reads)[0]
+    alone = [(read @ frozen.lm_head.T).topk(3).indices.tolist() for read in heads(states)]
+    assert drafts[0] == alone
