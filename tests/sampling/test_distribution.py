@@ -7,9 +7,11 @@ iteration; nearly all accept something.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -79,6 +81,15 @@ def p_value(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float
     return float(stats.chisquare([counts[s] for s in possible], expected, sum_check=False).pvalue)
 
 
+@pytest.fixture
+def _no_gc() -> Iterator[None]:
+    """Thousands of requests live at once; looking for cycles among them doubles the time."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_gc")
 @pytest.mark.parametrize("kind", ["gumbel seeds by depth", "exponential rows of whole trees"])
 def test_sequences_drawn_over_trees_have_exactly_the_targets_distribution(kind: str) -> None:
     scorer = TreeScorer(VOCAB, CPU, PlainDefaults(THETA, WINDOW))

@@ -189,6 +189,33 @@ def test_the_walk_never_enters_a_dead_node(whole_trees: bool) -> None:
 
 
 @pytest.mark.parametrize("whole_trees", [False, True], ids=["by depth", "whole trees"])
+def test_stop_tokens_are_out_at_every_draft_position_below_min_tokens(whole_trees: bool) -> None:
+    scorer = make_scorer(whole_trees)
+    scorer.add("r", make_params(temperature=0, min_tokens=5), PROMPT, [1, 2], None)
+    tree = DraftTree.chain([20, 21, 22, 23])
+    logits = torch.zeros(5, VOCAB)
+    logits[torch.arange(5), torch.arange(20, 25)] = 1.0
+    logits[:, STOPS[0]] = 2.0  # the model wants to end from the start
+    accepted, _ = scorer.score(logits, [RowGroup("r", tree)])
+    assert accepted == [Accepted([1, 2, 3], [20, 21, 22, STOPS[0]])]
+
+
+@pytest.mark.parametrize("whole_trees", [False, True], ids=["by depth", "whole trees"])
+def test_a_bad_word_is_found_across_output_and_drafts(whole_trees: bool) -> None:
+    scorer = make_scorer(whole_trees)
+    params = make_params(temperature=0, bad_words=[[2, 20, 21], [20, 30, 22]])
+    scorer.add("r", params, PROMPT, [1, 2], None)
+    tree = DraftTree.build([20, 21, 30, 22, 23], [0, 1, 1, 3, 3])
+    logits = torch.zeros(6, VOCAB)
+    logits[0, 20] = 1.0
+    logits[1, 21], logits[1, 30] = 2.0, 1.0  # 2, 20, 21 is forbidden: 30 instead
+    logits[3, 22], logits[3, 23] = 2.0, 1.0  # 20, 30, 22 is forbidden: 23 instead
+    logits[5, 40] = 1.0
+    accepted, _ = scorer.score(logits, [RowGroup("r", tree)])
+    assert accepted == [Accepted([1, 3, 5], [20, 30, 23, 40])]
+
+
+@pytest.mark.parametrize("whole_trees", [False, True], ids=["by depth", "whole trees"])
 def test_placeholders_among_the_drafts_are_rejected(whole_trees: bool) -> None:
     expected = decode_plainly(SEEDED["everything"](), PROMPT, 3, VOCAB)
     scorer = make_scorer(whole_trees)
