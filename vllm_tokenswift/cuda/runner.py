@@ -1,0 +1,76 @@
+"""TokenSwift on vLLM's V1 runner for CUDA (``vllm/v1/worker/gpu_model_runner.py``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_tokenswift.cuda.backend import tree_backends
+from vllm_tokenswift.cuda.tree_verifier import CUDATreeAttention
+from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
+from vllm_tokenswift.engine.tree_attention import TreeAttention
+
+
+class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        with tree_backends():
+            super().load_model(*args, **kwargs)
+
+    def _make_tree_attention(self) -> TreeAttention:
+        [[group]] = self.attn_groups
+        context = self.compilation_config.static_forward_context
+        layers = {name: context[name] for name in group.layer_names}
+        return CUDATreeAttention(
+            layers, group.get_metadata_builder(), self.max_num_reqs, self.num_spec_tokens
+        )
+
+    def forward_rows(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        """The pass runs through the piecewise CUDA graphs that vLLM captured for verify passes.
+
+        These read the runner's own input buffers and run at captured sizes: the rows are put
+        there, and what pads them is token 0 at position 0, whose KV goes nowhere and whose
+        output is cut off.
+        """
+        num_rows = input_ids.shape[0]
+        mode, descriptor = self.cudagraph_dispatcher.dispatch(
+            num_rows, invalid_modes={CUDAGraphMode.FULL}
+        )
+        if mode is CUDAGraphMode.NONE:
+            return super().forward_rows(input_ids, positions)
+        padded = descriptor.num_tokens
+        ids_buffer, positions_buffer = self.input_ids.gpu[:padded], self.positions[:padded]
+        for buffer, values in ((ids_buffer, input_ids), (positions_buffer, positions)):
+            if values.data_ptr() != buffer.data_ptr():
+                buffer[:num_rows].copy_(values)
+            buffer[num_rows:].zero_()
+        context = get_forward_context()
+        context.cudagraph_runtime_mode, context.batch_descriptor = mode, descriptor
+        return _first_rows(super().forward_rows(ids_buffer, positions_buffer), num_rows)
+
+
+def _first_rows(output: Any, num_rows: int) -> Any:
+    """Hidden states of the first rows, and of the auxiliary ones beside them."""
+    if isinstance(output, torch.Tensor):
+        return output[:num_rows]
+    hidden, auxiliary = output
+    return hidden[:num_rows], [states[:num_rows] for states in auxiliary]
+
+
+class TokenSwiftGPUWorker(Worker):
+    def _make_model_runner(self) -> GPUModelRunner:
+        return TokenSwiftGPUModelRunner(self.vllm_config, self.device)
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        self.model_runner.start_drafting()
+        return times
+
+    def tokenswift_stats(self) -> dict[str, Any]:
+        """Counters of this worker, see :class:`vllm_tokenswift.metrics.Stats`."""
+        stats: dict[str, Any] = self.model_runner.stats.as_dict()
+        return stats
