@@ -1,0 +1,61 @@
+"""The same tokens as vLLM without us: real engine, real model, float32."""
+
+from __future__ import annotations
+
+from engine_kit import engine, generate, runner_of, tokenswift
+from vllm import SamplingParams
+
+PROMPTS = [
+    "Write a long story about a lighthouse keeper.",
+    "Once upon a time, in a village by the sea,",
+    "The quick brown fox",
+    "List the first fifty prime numbers:",
+    "def quicksort(items):\n",
+    "Explain how photosynthesis works, step by step.",
+    "A recipe for bread. Ingredients:",
+    "Dear Sir or Madam,",
+    "1, 2, 3, 4, 5,",
+    "The history of Rome began",
+    "What is the difference between a list and a tuple in Python?",
+    "Breaking news:",
+    "He said: 'Never again', and then he said:",
+    "In this paper we",
+    "SELECT name, age FROM users WHERE",
+    "The three laws of robotics are",
+    "Monday: rice. Tuesday: soup. Wednesday:",
+    "Translate to French: Good morning, my friend.",
+    "import numpy as np\nimport torch\n",
+    "Q: What is the capital of France?\nA:",
+]
+PENALTY = {"penalty_theta": 1.1, "penalty_window": 1024}
+
+
+def test_twenty_prompts_write_the_same_tokens_greedy_seeded_and_penalised(demo_model):
+    """20 prompts x 300 tokens, each of three ways; plain: the penalty as a logits processor."""
+    common = dict(max_tokens=300, ignore_eos=True)
+    ways = {
+        "greedy": [SamplingParams(temperature=0, **common)] * 20,
+        "seeded": [
+            SamplingParams(temperature=1, min_p=0.1, seed=1000 + i, **common) for i in range(20)
+        ],
+        "penalised": [
+            SamplingParams(temperature=1, min_p=0.1, seed=i, extra_args=PENALTY, **common)
+            for i in range(20)
+        ],
+    }
+    arguments = dict(max_num_seqs=20, kv_cache_memory_bytes=3 << 29)
+    processors = ["vllm_tokenswift.sampling.processors:WindowedPenalty"]
+    with engine(demo_model, logits_processors=processors, **arguments) as llm:
+        plain = {way: generate(llm, PROMPTS, params) for way, params in ways.items()}
+    with engine(
+        demo_model, **arguments, **tokenswift(num_speculative_tokens=6, plan="fixed")
+    ) as llm:
+        for way, params in ways.items():
+            written = generate(llm, PROMPTS, params)
+            differing = [
+                i for i, (a, b) in enumerate(zip(written, plain[way], strict=True)) if a != b
+            ]
+            assert not differing, f"{way}: prompts {differing} differ from plain vLLM"
+        stats = runner_of(llm).stats
+    assert stats.num_accepted_tokens > 2000
+    assert stats.tokens_moved > 0
