@@ -30,8 +30,8 @@ def _watch_heads(worker: Any) -> None:
     runner.heads_seen = []
 
     def keep(_: Any, inputs: Any, reads: list[Any]) -> None:
-        logits = [runner.model.compute_logits(read).float().cpu().numpy() for read in reads]
-        runner.heads_seen.append((inputs[0].float().cpu().numpy(), logits))
+        logits = [runner.model.compute_logits(read).float().tolist() for read in reads]
+        runner.heads_seen.append((inputs[0].float().tolist(), logits))
 
     runner.drafter.heads.register_forward_hook(keep)
 
@@ -63,7 +63,7 @@ def _in_vllm(model: Path, heads: Path) -> tuple[torch.Tensor, list[torch.Tensor]
     llm.generate([{"prompt_token_ids": PROMPT}], SamplingParams(temperature=0, max_tokens=6))
     hidden, logits = llm.collective_rpc(_seen)[0][0]
     del llm
-    return torch.from_numpy(hidden), [torch.from_numpy(values) for values in logits]
+    return torch.tensor(hidden), [torch.tensor(values) for values in logits]
 
 
 @pytest.mark.engine
@@ -129,6 +129,7 @@ def _propose(rank: int, model: str, heads_path: str, port: int, results: Any) ->
         lm_head = ParallelLMHead(vocab, hidden_size)
         lm_head.weight_loader(lm_head.weight, frozen.lm_head)
         assert lm_head.weight.shape[0] < vocab
+        lm_head.quant_method.process_weights_after_loading(lm_head)
         heads = load_heads(heads_path, hidden_size=hidden_size, dtype=torch.float32, device="cpu")
         states = frozen.hidden(torch.tensor([PROMPT]), heads.reads)[0]
         logits = LogitsProcessor(vocab)

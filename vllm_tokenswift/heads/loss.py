@@ -53,10 +53,10 @@ def chunked_cross_entropy(
         logits = (part @ lm_head.T).float()  # [chunk, vocab]
         best = logits.topk(TOP, dim=-1).indices  # [chunk, TOP]
         hits += (best == label).cumsum(dim=-1).sum(dim=0)
-        normalizer = logits.logsumexp(dim=-1, keepdim=True)  # [chunk, 1]
-        loss += (normalizer - logits.gather(1, label)).sum(dtype=torch.float64)
+        log_p = logits.log_softmax(dim=-1)  # [chunk, vocab]
+        loss -= log_p.gather(1, label).sum(dtype=torch.float64)
         if grad is not None and scale is not None:
-            error = logits.sub_(normalizer).exp_()  # softmax, in place
+            error = log_p.exp_()  # softmax, in place
             error.scatter_add_(1, label, torch.full_like(label, -1, dtype=error.dtype))
             grad[start : start + chunk] = (error.mul_(scale)).to(lm_head.dtype) @ lm_head
     return ChunkedLoss(loss, hits, len(labels), grad)
