@@ -32,6 +32,7 @@ class DenseImpl:
     def __init__(self) -> None:
         self.scale, self.num_heads, self.num_kv_heads = SIZE**-0.5, HEADS, KV_HEADS
         self.kv_cache_dtype, self.sliding_window, self.alibi_slopes = "auto", (-1, -1), None
+        self.head_size = SIZE
         self.logits_soft_cap, self.sinks, self.attn_type = 0.0, None, AttentionType.DECODER
 
     def forward(

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn, triton_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -305,20 +306,33 @@ _OURS = {
 }
 
 
+def preferred_backend(dtype: torch.dtype) -> AttentionBackendEnum:
+    """FlashAttention where it runs (compute capability 8 on, 16-bit types), else Triton."""
+    capability = current_platform.get_device_capability()
+    if capability is not None and capability.major >= 8 and dtype.itemsize == 2:
+        return AttentionBackendEnum.FLASH_ATTN
+    return AttentionBackendEnum.TRITON_ATTN
+
+
 @contextmanager
-def tree_backends() -> Iterator[None]:
+def tree_backends(vllm_config: VllmConfig) -> Iterator[None]:
     """While a model is built inside, its attention layers take our backends.
 
-    vLLM chooses between them as ever (FlashAttention where it runs, Triton for float32, for
-    older GPUs, or where ``attention_config.backend`` says so). The registry is put back
-    afterwards: another engine in the same process must find vLLM as it was.
+    Where ``attention_config.backend`` names none, ours is preferred to others that vLLM would
+    put first and that know no trees. Configuration and registry are put back afterwards:
+    another engine in the same process must find vLLM as it was.
     """
+    attention = vllm_config.attention_config
+    named = attention.backend
+    if named is None:
+        attention.backend = preferred_backend(vllm_config.model_config.dtype)
     for backend, ours in _OURS.items():
         register_backend(backend, f"{ours.__module__}.{ours.__qualname__}")
     _cached_get_attn_backend.cache_clear()
     try:
         yield
     finally:
+        attention.backend = named
         for backend in _OURS:
             backend.clear_override()
         _cached_get_attn_backend.cache_clear()

@@ -86,7 +86,8 @@ def _penalised_values_kernel(
         row, place, width, max_depth,
     )  # fmt: skip
     old = tl.load(logits_ptr + row.to(tl.int64) * row_stride + token, mask=inside, other=0.0)
-    new = tl.where(old > 0, old / theta, old * theta)
+    # Correctly rounded, as PyTorch divides: plain decoding must see the same logits.
+    new = tl.where(old > 0, tl.div_rn(old, tl.broadcast_to(theta, old.shape)), old * theta)
     tl.store(values_ptr + row * (width + max_depth) + place, new, mask=inside)
 
 

@@ -18,7 +18,7 @@ from vllm_tokenswift.engine.tree_attention import TreeAttention
 
 class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        with tree_backends():
+        with tree_backends(self.vllm_config):
             super().load_model(*args, **kwargs)
 
     def _make_tree_attention(self) -> TreeAttention:

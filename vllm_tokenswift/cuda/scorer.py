@@ -147,7 +147,7 @@ def _chunk_samples_kernel(
     noise_row = tl.load(noise_rows_ptr + row).to(tl.int64)
     noise = tl.load(noise_ptr + noise_row * noise_stride + token, mask=token_ok, other=1.0)
     # Unsampled tokens lose to every sampled one, whose score is not negative.
-    score = tl.where(weight >= threshold, weight / noise, -1.0)
+    score = tl.where(weight >= threshold, tl.div_rn(weight, noise), -1.0)
     score = tl.where(token_ok & (logit > float("-inf")), score, -1.0)
     score = tl.where(greedy, logit, score)
     best = tl.argmax(score, 0)

@@ -209,6 +209,7 @@ def _refuse_unsupported(name: str, layer: Any) -> None:
     refused = {
         f"a KV cache of type {stock.kv_cache_dtype}": stock.kv_cache_dtype
         not in ("auto", "float16", "bfloat16"),
+        "heads of more than 256 elements": stock.head_size > 256,
         "a sliding window": tuple(stock.sliding_window) != (-1, -1),
         "ALiBi": stock.alibi_slopes is not None,
         "soft-capped logits": bool(stock.logits_soft_cap),

@@ -1,0 +1,428 @@
+"""Long generations: plain vLLM, TokenSwift and vLLM's own ``ngram`` on one GPU, one after another.
+
+    # TokenSwift writes 20,000 tokens after a prefix of 4,096, then 20,000 more
+    python benchmarks/long_generation.py generate MODEL --method tokenswift \
+        --prompt-file story.txt --prefix 4096 --tokens 20000 --out ts.json
+    python benchmarks/long_generation.py generate MODEL --method tokenswift \
+        --continue ts.json --tokens 20000 --out ts.json
+    # what a token of plain decoding costs at twelve lengths of the same text
+    python benchmarks/long_generation.py cost MODEL --text ts.json --out plain.json
+    # table and plots
+    python benchmarks/long_generation.py report --tokenswift ts.json --plain plain.json \
+        --ngram ngram.json --out results/long_generation_h100
+
+Every ``generate`` and ``cost`` is a process with one engine, and may be cut into parts so that
+none takes longer than a machine can be held. Plain decoding's cost per token depends on the
+length alone, so its total is integrated from ``cost``; ``generate --method plain`` checks that.
+
+Sampling: ``--temperature 1 --min-p 0.1 --theta 1.1 --window 1024`` by default, ``--temperature 0``
+for greedy. Plain vLLM and ``ngram`` do without the penalty's logits processor unless
+``--penalise-plain`` says otherwise: it would cost them time, so without it the comparison is in
+their favour. ``ngram`` refuses min-p, and gets top-p 0.9 and vLLM's repetition penalty instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+POINT_EVERY_TOKENS = 250
+COST_POINTS = 12
+COST_TOKENS = 48
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 8,
+    "prompt_lookup_max": 4,
+    "prompt_lookup_min": 2,
+}
+
+
+# -- the engine -------------------------------------------------------------------
+
+
+def make_engine(arguments: argparse.Namespace, max_model_len: int) -> Any:
+    from vllm import LLM
+
+    options: dict[str, Any] = {}
+    if arguments.method == "tokenswift":
+        options["speculative_config"] = {"method": "tokenswift", **arguments.options}
+    elif arguments.method == "ngram":
+        options["speculative_config"] = NGRAM | arguments.options
+    if arguments.method == "plain" and arguments.penalise_plain:
+        options["logits_processors"] = ["vllm_tokenswift.sampling.processors:WindowedPenalty"]
+    return LLM(
+        arguments.model,
+        max_model_len=max_model_len,
+        max_num_seqs=max(arguments.batch, 1),
+        dtype=arguments.dtype,
+        gpu_memory_utilization=0.85,
+        enable_prefix_caching=True,
+        seed=0,
+        **options,
+        **arguments.engine,
+    )
+
+
+def sampling_params(arguments: argparse.Namespace, max_tokens: int, seed: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    values: dict[str, Any] = {"temperature": arguments.temperature}
+    if arguments.temperature > 0:
+        values["seed"] = seed
+    penalised = arguments.method == "tokenswift" or arguments.penalise_plain
+    if arguments.method == "ngram":
+        values |= {"top_p": 0.9} if arguments.temperature > 0 else {}
+        values |= {"repetition_penalty": arguments.theta} if arguments.theta > 1 else {}
+    else:
+        values |= {"min_p": arguments.min_p} if arguments.temperature > 0 else {}
+        if penalised and arguments.theta > 1:
+            values["extra_args"] = {
+                "penalty_theta": arguments.theta,
+                "penalty_window": arguments.window,
+            }
+    return SamplingParams(
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        **values,
+    )
+
+
+def decode(
+    llm: Any, prompts: list[list[int]], params: list[Any], at_point: Any = None
+) -> tuple[list[list[int]], list[tuple[int, float]]]:
+    """Runs the requests to their end.
+
+    Returns their new tokens, and ``(tokens per request so far, seconds)`` at every output,
+    counted from the moment at which each request had its first token.
+    """
+    engine = llm.llm_engine
+    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, param)
+    produced: list[list[int]] = [[] for _ in prompts]
+    timeline: list[tuple[int, float]] = []
+    begin: float | None = None
+    before = 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            produced[int(output.request_id)] += output.outputs[0].token_ids
+        total = sum(map(len, produced))
+        if begin is None:
+            if all(produced):
+                begin, before = time.perf_counter(), total
+            continue
+        timeline.append(((total - before) // len(prompts), time.perf_counter() - begin))
+        if at_point is not None:
+            at_point(timeline[-1])
+    return produced, timeline
+
+
+# -- generate -----------------------------------------------------------------------
+
+
+def generate(arguments: argparse.Namespace) -> None:
+    if arguments.resume:
+        record = json.loads(arguments.resume.read_text())
+        arguments.prefix = record["arguments"]["prefix"]
+    else:
+        record = {**describe(arguments), "texts": [], "points": [], "seconds": 0.0}
+    longest = max((len(text) for text in record["texts"]), default=arguments.prefix)
+    llm = make_engine(arguments, longest + arguments.tokens + 64)
+    if not record["texts"]:
+        record["texts"] = [read_prefix(llm, arguments)] * arguments.batch
+    done = len(record["texts"][0]) - arguments.prefix
+    warm_up(llm, arguments, record["texts"][0][: arguments.prefix])
+
+    offset = record["seconds"]
+    counters: list[dict[str, Any]] = []
+    next_point = POINT_EVERY_TOKENS
+
+    def at_point(at: tuple[int, float]) -> None:
+        nonlocal next_point
+        if at[0] >= next_point:
+            next_point = at[0] + POINT_EVERY_TOKENS
+            point: dict[str, Any] = {"tokens": done + at[0], "seconds": offset + at[1]}
+            if arguments.method == "tokenswift":
+                point["stats"] = stats_of(llm)
+            record["points"].append(point)
+            counters.append(point)
+            if len(counters) % 20 == 0:
+                print(f"{point['tokens']} tokens in {point['seconds']:.1f} s", flush=True)
+
+    params = [
+        sampling_params(arguments, arguments.tokens, 1000 * done + i)
+        for i in range(arguments.batch)
+    ]
+    if arguments.method == "tokenswift":
+        record["points"].append({"tokens": done, "seconds": offset, "stats": stats_of(llm)})
+    produced, timeline = decode(llm, record["texts"], params, at_point)
+    record["texts"] = [text + new for text, new in zip(record["texts"], produced, strict=True)]
+    record["seconds"] = offset + timeline[-1][1]
+    last: dict[str, Any] = {"tokens": done + timeline[-1][0], "seconds": record["seconds"]}
+    if arguments.method == "tokenswift":
+        last["stats"] = stats_of(llm)
+    record["points"].append(last)
+    record["parts"] = [*record.get("parts", []), describe(arguments)]
+    record["distinct"] = [distinct(record["texts"][0][arguments.prefix :], n) for n in range(1, 5)]
+    write(arguments.out, record)
+    tokens = timeline[-1][0]
+    print(
+        f"{arguments.method}: {tokens} tokens a request, batch {arguments.batch}, "
+        f"{timeline[-1][1]:.1f} s, {1e3 * timeline[-1][1] / tokens:.2f} ms/token, "
+        f"Distinct-4 {record['distinct'][3]:.3f}"
+    )
+
+
+def read_prefix(llm: Any, arguments: argparse.Namespace) -> list[int]:
+    """The first tokens of the prompt file; the model goes on where the file is too short."""
+    tokens: list[int] = llm.get_tokenizer().encode(arguments.prompt_file.read_text())
+    missing = arguments.prefix - len(tokens)
+    if missing > 0:
+        (more,), _ = decode(llm, [tokens], [sampling_params(arguments, missing, seed=7)])
+        tokens += more
+    return tokens[: arguments.prefix]
+
+
+def warm_up(llm: Any, arguments: argparse.Namespace, prompt: list[int]) -> None:
+    decode(llm, [prompt] * arguments.batch, [sampling_params(arguments, 64, 3)] * arguments.batch)
+
+
+def stats_of(llm: Any) -> dict[str, Any]:
+    stats: dict[str, Any] = llm.collective_rpc("tokenswift_stats")[0]
+    return stats
+
+
+def distinct(tokens: list[int], n: int) -> float:
+    """Distinct-n: different n-grams over all n-grams (paper, "Diversity")."""
+    grams = list(zip(*(tokens[i:] for i in range(n)), strict=False))
+    return len(set(grams)) / max(1, len(grams))
+
+
+# -- cost of plain decoding by length ---------------------------------------------------
+
+
+def cost(arguments: argparse.Namespace) -> None:
+    source = json.loads(arguments.text.read_text())
+    prefix = source["arguments"]["prefix"]
+    texts = source["texts"][: arguments.batch]
+    longest = min(map(len, texts))
+    llm = make_engine(arguments, longest + COST_TOKENS + 64)
+    record = {**describe(arguments), "prefix": prefix, "points": []}
+    warm_up(llm, arguments, texts[0][:prefix])
+    # Rising lengths: the prefix cache leaves only the new part of each to be computed.
+    for length in np.linspace(prefix, longest, COST_POINTS).astype(int).tolist():
+        params = [sampling_params(arguments, COST_TOKENS, 5)] * len(texts)
+        _, timeline = decode(llm, [text[:length] for text in texts], params)
+        tokens, seconds = (np.array(column) for column in zip(*timeline, strict=True))
+        # By the slope between single steps, so that one slow step does not count.
+        steps = np.diff(seconds) / np.maximum(np.diff(tokens), 1)
+        point = {"length": length, "ms_per_token": 1e3 * median(steps[4:].tolist())}
+        record["points"].append(point)
+        print(f"{length} tokens: {point['ms_per_token']:.2f} ms/token", flush=True)
+    write(arguments.out, record)
+
+
+def integrated_seconds(points: list[dict[str, float]], prefix: int, tokens: int) -> float:
+    """Plain decoding's time for ``tokens`` after ``prefix``, from its cost by length."""
+    lengths = np.array([point["length"] for point in points], float)
+    costs = np.array([point["ms_per_token"] for point in points])
+    positions = np.arange(prefix, prefix + tokens)
+    return float(np.interp(positions, lengths, costs).sum() / 1e3)
+
+
+# -- report ------------------------------------------------------------------------------
+
+
+def report(arguments: argparse.Namespace) -> None:
+    swift = json.loads(arguments.tokenswift.read_text())
+    plain = json.loads(arguments.plain.read_text())
+    ngram = json.loads(arguments.ngram.read_text()) if arguments.ngram else None
+    prefix = swift["arguments"]["prefix"]
+    rows = []
+    reached = swift["points"][-1]["tokens"]
+    marks = [n for n in (20_000, 40_000, 60_000, 80_000, 100_000) if n <= reached + 1] or [reached]
+    for tokens in marks:
+        row = {
+            "tokens": tokens,
+            "plain_s": integrated_seconds(plain["points"], prefix, tokens),
+            "tokenswift_s": seconds_at(swift, tokens),
+            **acceptance(swift, tokens),
+        }
+        row["speedup"] = row["plain_s"] / row["tokenswift_s"]
+        if ngram is not None and ngram["points"][-1]["tokens"] >= tokens:
+            row["ngram_s"] = seconds_at(ngram, tokens)
+            row["speedup_over_ngram"] = row["ngram_s"] / row["tokenswift_s"]
+        rows.append(row)
+    summary = {
+        "rows": rows,
+        "distinct": swift["distinct"],
+        "parts": [*swift["parts"], plain["description"]],
+        "ms_per_token_plain": plain["points"],
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    write(arguments.out.with_suffix(".json"), summary)
+    keys = [key for key in rows[0] if any(row.get(key) is not None for row in rows)]
+    print(" | ".join(keys))
+    for row in rows:
+        print(" | ".join(f"{row.get(key, float('nan')):.3g}" for key in keys))
+    plot(arguments.out.with_suffix(".png"), swift, plain, ngram, prefix)
+
+
+def seconds_at(record: dict[str, Any], tokens: int) -> float:
+    """Seconds at a number of tokens; the points lie close enough for straight lines."""
+    points = record["points"]
+    return float(np.interp(tokens, [p["tokens"] for p in points], [p["seconds"] for p in points]))
+
+
+def acceptance(record: dict[str, Any], tokens: int, since: int = 0) -> dict[str, float]:
+    """Tokens per iteration, and the paper's alpha and beta, over a stretch of the text.
+
+    Each part of a run starts with counters of its own, so differences are summed within parts.
+    """
+    sums = {"iterations": 0.0, "emitted": 0.0, "accepted": 0.0, "ngram": 0.0}
+    names = {
+        "iterations": "num_iterations",
+        "emitted": "num_emitted_tokens",
+        "accepted": "num_accepted_tokens",
+        "ngram": "num_ngram_tokens",
+    }
+    points = [p for p in record["points"] if "stats" in p and since <= p["tokens"] <= tokens]
+    for earlier, later in itertools.pairwise(points):
+        if later["stats"]["num_iterations"] < earlier["stats"]["num_iterations"]:
+            continue  # a new process
+        for name, key in names.items():
+            sums[name] += later["stats"][key] - earlier["stats"][key]
+    iterations = max(1.0, sums["iterations"])
+    gamma = 3  # the paper's three heads; rates are per gamma + 1 tokens of an iteration
+    return {
+        "tokens_per_iteration": sums["emitted"] / iterations,
+        "alpha": sums["accepted"] / iterations / (gamma + 1),
+        "beta": sums["ngram"] / iterations / (gamma + 1),
+    }
+
+
+def plot(
+    path: Path,
+    swift: dict[str, Any],
+    plain: dict[str, Any],
+    ngram: dict[str, Any] | None,
+    prefix: int,
+) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    tokens = np.array([p["tokens"] for p in swift["points"]])
+    seconds = np.array([p["seconds"] for p in swift["points"]])
+    plain_seconds = np.array([integrated_seconds(plain["points"], prefix, int(n)) for n in tokens])
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4))
+    left.plot(tokens, plain_seconds, label="plain")
+    left.plot(tokens, seconds, label="TokenSwift")
+    if ngram is not None:
+        points = ngram["points"]
+        left.plot([p["tokens"] for p in points], [p["seconds"] for p in points], label="ngram")
+    left.set(xlabel="tokens generated", ylabel="seconds", title="time")
+    left.legend()
+    edges = np.linspace(0, tokens[-1], 21)
+    rates = [acceptance(swift, int(stop), int(start)) for start, stop in itertools.pairwise(edges)]
+    for name in ("alpha", "beta"):
+        middle.plot(edges[1:], [rate[name] for rate in rates], label=name)
+    middle.set(xlabel="tokens generated", title="acceptance (gamma = 3)")
+    middle.legend()
+    later = seconds > 0
+    right.plot(tokens[later], plain_seconds[later] / seconds[later])
+    right.set(xlabel="tokens generated", title="speed-up over plain vLLM")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+# -- records -----------------------------------------------------------------------------
+
+
+def describe(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What produced a record: command, versions, commit and hardware."""
+    import torch
+    import triton
+    import vllm
+    from vllm.platforms import current_platform
+
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
+    values = {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items()}
+    values.pop("run")
+    description = {
+        "command": " ".join(sys.argv),
+        "commit": commit.stdout.strip() or "not in a repository",
+        "hardware": current_platform.get_device_name(),
+        "versions": {
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "python": platform.python_version(),
+        },
+    }
+    return {"arguments": values, "description": description}
+
+
+def write(path: Path, record: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True)
+    engine = argparse.ArgumentParser(add_help=False)
+    engine.add_argument("model")
+    engine.add_argument("--out", type=Path, required=True)
+    engine.add_argument("--batch", type=int, default=1)
+    engine.add_argument("--dtype", default="auto")
+    engine.add_argument("--temperature", type=float, default=1.0)
+    engine.add_argument("--min-p", type=float, default=0.1)
+    engine.add_argument("--theta", type=float, default=1.1)
+    engine.add_argument("--window", type=int, default=1024)
+    engine.add_argument("--penalise-plain", action="store_true")
+    engine.add_argument("--options", type=json.loads, default={}, help="of the method, as JSON")
+    engine.add_argument("--engine", type=json.loads, default={}, help="engine arguments, as JSON")
+
+    command = commands.add_parser("generate", parents=[engine])
+    command.add_argument("--method", choices=("plain", "tokenswift", "ngram"), required=True)
+    command.add_argument("--prompt-file", type=Path)
+    command.add_argument("--prefix", type=int, default=4096)
+    command.add_argument("--tokens", type=int, default=20_000)
+    command.add_argument("--continue", dest="resume", type=Path)
+    command.set_defaults(run=generate)
+
+    command = commands.add_parser("cost", parents=[engine])
+    command.add_argument("--text", type=Path, required=True)
+    command.set_defaults(run=cost, method="plain")
+
+    command = commands.add_parser("report")
+    command.add_argument("--tokenswift", type=Path, required=True)
+    command.add_argument("--plain", type=Path, required=True)
+    command.add_argument("--ngram", type=Path)
+    command.add_argument("--out", type=Path, required=True)
+    command.set_defaults(run=report)
+
+    arguments = parser.parse_args()
+    arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    main()
