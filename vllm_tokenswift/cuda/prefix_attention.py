@@ -26,6 +26,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_tokenswift.cuda.tree_attention import tile_shape
+
 
 def prefix_attention_reference(
     query: torch.Tensor,
@@ -188,6 +190,7 @@ def prefix_attention(
     num_rows, num_heads, head_size = query.shape
     num_kv_heads, block_size = kv_cache.shape[1:3]
     group = num_heads // num_kv_heads
+    block_m, block_n = tile_shape(head_size, query.element_size(), block_m, block_n)
     states = query.new_empty(num_slices, num_rows, num_heads, head_size, dtype=torch.float32)
     lse = query.new_empty(num_slices, num_heads, num_rows, dtype=torch.float32)
     num_row_blocks = triton.cdiv(max_rows * group, block_m)

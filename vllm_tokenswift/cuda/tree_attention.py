@@ -104,6 +104,16 @@ def tree_attention_reference(
         out[rows] = result.transpose(0, 1).to(out.dtype)
 
 
+def tile_shape(head_size: int, itemsize: int, block_m: int, block_n: int) -> tuple[int, int]:
+    """Rows and keys of a tile, halved (not below 16) for each doubling of a head beyond 256 bytes.
+
+    Tiles given for heads of 128 in 16 bits then keep to registers and shared memory.
+    """
+    row_bytes = triton.next_power_of_2(head_size) * itemsize
+    shift = max(0, (row_bytes // 256).bit_length() - 1)
+    return max(16, block_m >> shift), max(16, block_n >> shift)
+
+
 @triton.jit(do_not_specialize=["prefix_slice_stride", "lse_slice_stride", "lse_head_stride"])
 def _tree_attention_kernel(
     query_ptr,  # [num_rows, num_heads, head_size]
@@ -270,6 +280,7 @@ def tree_attention(
     num_heads, head_size = query.shape[1:]
     num_kv_heads = key.shape[1]
     group = num_heads // num_kv_heads
+    block_m, block_n = tile_shape(head_size, query.element_size(), block_m, block_n)
     grid = (tree_start_loc.shape[0] - 1, num_kv_heads, triton.cdiv(max_rows * group, block_m))
     _tree_attention_kernel[grid](
         query,
