@@ -10,17 +10,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from vllm_tokenswift.heads.checkpoint import (
-    MERGED_HEADS_NAME,
     RECORD_NAME,
     TENSORS_NAME,
     inspect_heads,
     load_heads,
-    write_merged,
-    write_own,
 )
 from vllm_tokenswift.heads.files import INDEX_NAME, new_folder
 from vllm_tokenswift.heads.model import DraftHeads
 from vllm_tokenswift.heads.target import TargetShape
+from vllm_tokenswift.heads.writing import MERGED_HEADS_NAME, write_merged, write_own
 
 HIDDEN_SIZE = 64
 Target = Callable[..., Path]

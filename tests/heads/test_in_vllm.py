@@ -11,10 +11,11 @@ import cloudpickle
 import pytest
 import torch
 
-from vllm_tokenswift.heads.checkpoint import load_heads, write_merged, write_own
+from vllm_tokenswift.heads.checkpoint import load_heads
 from vllm_tokenswift.heads.files import new_folder
 from vllm_tokenswift.heads.frozen_target import FrozenTarget, target_shape
 from vllm_tokenswift.heads.model import DraftHeads
+from vllm_tokenswift.heads.writing import write_merged, write_own
 
 Target = Callable[..., Path]
 Heads = Callable[..., DraftHeads]

@@ -16,12 +16,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from vllm_tokenswift.heads.checkpoint import inspect_heads, load_heads, write_merged
+from vllm_tokenswift.heads.checkpoint import inspect_heads, load_heads
 from vllm_tokenswift.heads.data import make_batch, read_sequences
 from vllm_tokenswift.heads.frozen_target import FrozenTarget
 from vllm_tokenswift.heads.model import DraftHeads
 from vllm_tokenswift.heads.recipe import TrainingRecipe
 from vllm_tokenswift.heads.train import PLOT_NAME, learning_rate, train_heads
+from vllm_tokenswift.heads.writing import write_merged
 
 Target = Callable[..., Path]
 Heads = Callable[..., DraftHeads]

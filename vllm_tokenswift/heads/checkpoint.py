@@ -1,4 +1,4 @@
-"""Checkpoints of heads: three layouts on disk, read and written.
+"""Checkpoints of heads: three layouts on disk (written by ``writing.py``).
 
 ``own``
     A folder with ``heads.json`` (form, number of heads, hidden size, the target's name,
@@ -19,9 +19,7 @@ A merged folder without the target's weights loads as heads too.
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,20 +27,17 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-from safetensors.torch import save_file
-from torch import Tensor
 
-from vllm_tokenswift.heads.files import INDEX_NAME, TensorFolder, new_folder, read_json
+from vllm_tokenswift.heads.files import TensorFolder, read_json
 from vllm_tokenswift.heads.model import DraftHeads, HeadForm
 from vllm_tokenswift.heads.target import TargetShape
 
 RECORD_NAME = "heads.json"
 TENSORS_NAME = "heads.safetensors"
-MERGED_HEADS_NAME = "model-medusa-layers.safetensors"
 BUNDLED_FOLDER = Path(__file__).parent / "data"
 
-_OWN_TENSOR = re.compile(r"^heads\.(\d+)\.(.+)$")
-_MERGED_TENSOR = re.compile(r"^(?:model\.)?medusa_layers\.(\d+)\.(.+)$")
+OWN_TENSOR = re.compile(r"^heads\.(\d+)\.(.+)$")
+MERGED_TENSOR = re.compile(r"^(?:model\.)?medusa_layers\.(\d+)\.(.+)$")
 _PARTS = {
     HeadForm.LINEAR: ("linear.weight",),
     HeadForm.RELEASED: ("linear.weight", "input_layernorm.weight", "post_layernorm.weight"),
@@ -100,7 +95,7 @@ def resolve(path: str | Path) -> Path:
         ) from error
 
 
-def _head_tensors(tensors: TensorFolder, pattern: re.Pattern[str]) -> dict[int, dict[str, str]]:
+def head_tensors(tensors: TensorFolder, pattern: re.Pattern[str]) -> dict[int, dict[str, str]]:
     """``{head: {part: tensor name}}`` of the tensors whose names match."""
     found: dict[int, dict[str, str]] = {}
     for name in sorted(tensors.files):
@@ -157,7 +152,7 @@ def _open(path: str | Path) -> tuple[HeadsInfo, TensorFolder, dict[int, dict[str
     folder = resolve(path)
     own = (folder / RECORD_NAME).is_file()
     tensors = TensorFolder(folder, only=TENSORS_NAME if own else None)
-    found = _head_tensors(tensors, _OWN_TENSOR if own else _MERGED_TENSOR)
+    found = head_tensors(tensors, OWN_TENSOR if own else MERGED_TENSOR)
     if not found:
         names = "heads.{i}.linear.weight" if own else "model.medusa_layers.{i}.linear.weight"
         raise ValueError(f"{folder} holds no TokenSwift heads: no tensor is named {names}")
@@ -243,103 +238,3 @@ def load_heads(
     }
     heads.load_state_dict(state)
     return heads.requires_grad_(False).eval().to(device=device, dtype=dtype)
-
-
-def _named(heads: DraftHeads, prefix: str) -> dict[str, Tensor]:
-    return {
-        f"{prefix}{name.removeprefix('layers.')}": tensor.detach().cpu().contiguous()
-        for name, tensor in heads.state_dict().items()
-    }
-
-
-def write_own(
-    heads: DraftHeads,
-    folder: Path,
-    *,
-    target_name: str,
-    target: TargetShape,
-    training: dict[str, Any],
-) -> None:
-    """Write the ``own`` layout into an existing folder (see :func:`files.new_folder`)."""
-    record = {
-        "format": "tokenswift-heads",
-        "form": heads.form.value,
-        "num_heads": heads.num_heads,
-        "hidden_size": heads.hidden_size,
-        "target": {
-            "name": target_name,
-            "fingerprint": target.fingerprint(),
-            "shape": target.to_dict(),
-        },
-        "training": training,
-    }
-    save_file(_named(heads, "heads."), folder / TENSORS_NAME, metadata={"format": "pt"})
-    (folder / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-
-
-def write_merged(heads: DraftHeads, target_folder: Path, out: Path) -> None:
-    """Write the authors' layout: a copy of the target's folder with the heads in it.
-
-    out: a new folder. It loads as ``model`` and as ``heads``. Raises ValueError where the
-    target has another hidden size, or has heads already.
-    """
-    config = read_json(target_folder / "config.json")
-    if config.get("hidden_size") != heads.hidden_size:
-        raise ValueError(
-            f"the target in {target_folder} has hidden size {config.get('hidden_size')}, "
-            f"the heads have {heads.hidden_size}"
-        )
-    tensors = TensorFolder(target_folder)
-    if _head_tensors(tensors, _MERGED_TENSOR):
-        raise ValueError(f"the target in {target_folder} holds heads already")
-    single = len(set(tensors.files.values())) == 1
-    with new_folder(out) as draft:
-        names = {}  # file -> its name in the copy; an index must not share its file's name
-        for file in sorted(set(tensors.files.values())):
-            names[file] = "model-00001-of-00001.safetensors" if single else file.name
-            shutil.copyfile(file, draft / names[file])
-        for file in sorted(target_folder.iterdir()):
-            if file.suffix in {".json", ".txt", ".model", ".jinja"} and file.name != INDEX_NAME:
-                shutil.copyfile(file, draft / file.name)
-        head_tensors = _named(heads, "model.medusa_layers.")
-        save_file(head_tensors, draft / MERGED_HEADS_NAME, metadata={"format": "pt"})
-        weight_map = {tensor: names[file] for tensor, file in tensors.files.items()}
-        weight_map |= dict.fromkeys(head_tensors, MERGED_HEADS_NAME)
-        size = sum(file.stat().st_size for file in draft.glob("*.safetensors"))
-        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        (draft / INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
-        config["medusa_heads"] = heads.num_heads
-        (draft / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-
-
-def convert_heads(path: str | Path, out: Path, target_folder: Path | None) -> None:
-    """Write heads of any layout anew: merged with a target, or alone in our own layout.
-
-    out: a new folder. target_folder: of the target to copy beside the heads; None for our
-    own layout, which needs heads whose target is recorded. Raises ValueError.
-    """
-    info = inspect_heads(path)
-    config = read_json(target_folder / "config.json") if target_folder else None
-    heads = load_heads(
-        path,
-        hidden_size=info.hidden_size,
-        dtype=getattr(torch, info.dtype),
-        device="cpu",
-        target_config=config,
-    )
-    if target_folder is not None:
-        write_merged(heads, target_folder, out)
-        return
-    if info.target is None:
-        raise ValueError(
-            f"{info.path} has no config.json, so the heads' target is not known; put the "
-            "target's config.json beside them"
-        )
-    with new_folder(out) as folder:
-        write_own(
-            heads,
-            folder,
-            target_name=info.target_name or info.path.name,
-            target=info.target,
-            training=info.training,
-        )

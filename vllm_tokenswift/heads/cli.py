@@ -152,7 +152,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    from vllm_tokenswift.heads.checkpoint import convert_heads
+    from vllm_tokenswift.heads.writing import convert_heads
 
     convert_heads(arguments.path, arguments.out, arguments.model)
     print(describe(arguments.out))

@@ -46,6 +46,7 @@ from vllm_tokenswift.heads.plot import plot_losses
 from vllm_tokenswift.heads.recipe import TrainingRecipe, portable_name
 from vllm_tokenswift.heads.self_distill import SelfDistillation
 from vllm_tokenswift.heads.target import TargetShape
+from vllm_tokenswift.heads.writing import write_own
 
 STATE_NAME = "state.pt"
 PLOT_NAME = "loss.png"
@@ -193,7 +194,7 @@ class _Run:
         if self.ranks.is_first:
             with new_folder(out) as folder:
                 plot_losses(self.losses, folder / PLOT_NAME)
-                checkpoint.write_own(
+                write_own(
                     self.heads.to(getattr(torch, self.recipe.dtype)),
                     folder,
                     target_name=portable_name(self.model),

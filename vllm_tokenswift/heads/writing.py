@@ -1,0 +1,126 @@
+"""Writing heads to disk, in the layouts that ``checkpoint.py`` describes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vllm_tokenswift.heads.checkpoint import (
+    MERGED_TENSOR,
+    RECORD_NAME,
+    TENSORS_NAME,
+    head_tensors,
+    inspect_heads,
+    load_heads,
+)
+from vllm_tokenswift.heads.files import INDEX_NAME, TensorFolder, new_folder, read_json
+from vllm_tokenswift.heads.model import DraftHeads
+from vllm_tokenswift.heads.target import TargetShape
+
+MERGED_HEADS_NAME = "model-medusa-layers.safetensors"
+
+
+def _named(heads: DraftHeads, prefix: str) -> dict[str, Tensor]:
+    return {
+        f"{prefix}{name.removeprefix('layers.')}": tensor.detach().cpu().contiguous()
+        for name, tensor in heads.state_dict().items()
+    }
+
+
+def write_own(
+    heads: DraftHeads,
+    folder: Path,
+    *,
+    target_name: str,
+    target: TargetShape,
+    training: dict[str, Any],
+) -> None:
+    """Write the ``own`` layout into an existing folder (see :func:`files.new_folder`)."""
+    record = {
+        "format": "tokenswift-heads",
+        "form": heads.form.value,
+        "num_heads": heads.num_heads,
+        "hidden_size": heads.hidden_size,
+        "target": {
+            "name": target_name,
+            "fingerprint": target.fingerprint(),
+            "shape": target.to_dict(),
+        },
+        "training": training,
+    }
+    save_file(_named(heads, "heads."), folder / TENSORS_NAME, metadata={"format": "pt"})
+    (folder / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def write_merged(heads: DraftHeads, target_folder: Path, out: Path) -> None:
+    """Write the authors' layout: a copy of the target's folder with the heads in it.
+
+    out: a new folder. It loads as ``model`` and as ``heads``. Raises ValueError where the
+    target has another hidden size, or has heads already.
+    """
+    config = read_json(target_folder / "config.json")
+    if config.get("hidden_size") != heads.hidden_size:
+        raise ValueError(
+            f"the target in {target_folder} has hidden size {config.get('hidden_size')}, "
+            f"the heads have {heads.hidden_size}"
+        )
+    tensors = TensorFolder(target_folder)
+    if head_tensors(tensors, MERGED_TENSOR):
+        raise ValueError(f"the target in {target_folder} holds heads already")
+    single = len(set(tensors.files.values())) == 1
+    with new_folder(out) as draft:
+        names = {}  # file -> its name in the copy; an index must not share its file's name
+        for file in sorted(set(tensors.files.values())):
+            names[file] = "model-00001-of-00001.safetensors" if single else file.name
+            shutil.copyfile(file, draft / names[file])
+        for file in sorted(target_folder.iterdir()):
+            if file.suffix in {".json", ".txt", ".model", ".jinja"} and file.name != INDEX_NAME:
+                shutil.copyfile(file, draft / file.name)
+        named = _named(heads, "model.medusa_layers.")
+        save_file(named, draft / MERGED_HEADS_NAME, metadata={"format": "pt"})
+        weight_map = {tensor: names[file] for tensor, file in tensors.files.items()}
+        weight_map |= dict.fromkeys(named, MERGED_HEADS_NAME)
+        size = sum(file.stat().st_size for file in draft.glob("*.safetensors"))
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        (draft / INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
+        config["medusa_heads"] = heads.num_heads
+        (draft / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def convert_heads(path: str | Path, out: Path, target_folder: Path | None) -> None:
+    """Write heads of any layout anew: merged with a target, or alone in our own layout.
+
+    out: a new folder. target_folder: of the target to copy beside the heads; None for our
+    own layout, which needs heads whose target is recorded. Raises ValueError.
+    """
+    info = inspect_heads(path)
+    config = read_json(target_folder / "config.json") if target_folder else None
+    heads = load_heads(
+        path,
+        hidden_size=info.hidden_size,
+        dtype=getattr(torch, info.dtype),
+        device="cpu",
+        target_config=config,
+    )
+    if target_folder is not None:
+        write_merged(heads, target_folder, out)
+        return
+    if info.target is None:
+        raise ValueError(
+            f"{info.path} has no config.json, so the heads' target is not known; put the "
+            "target's config.json beside them"
+        )
+    with new_folder(out) as folder:
+        write_own(
+            heads,
+            folder,
+            target_name=info.target_name or info.path.name,
+            target=info.target,
+            training=info.training,
+        )
