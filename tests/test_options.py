@@ -76,7 +76,11 @@ def test_a_head_tree_beyond_memory_is_refused_with_its_size() -> None:
 
 @pytest.mark.parametrize(
     ("misspelled", "nearest"),
-    [("ngram", "ngram_n"), ("num_spec_tokens", "num_speculative_tokens"), ("budget", "budget_tokens")],
+    [
+        ("ngram", "ngram_n"),
+        ("num_spec_tokens", "num_speculative_tokens"),
+        ("budget", "budget_tokens"),
+    ],
 )
 def test_an_unknown_option_is_refused_with_the_nearest_name_and_its_bounds(
     misspelled: str, nearest: str
@@ -98,9 +102,7 @@ def test_an_unknown_option_is_refused_with_the_nearest_name_and_its_bounds(
         ({"self_draft": "off", "ngram_k": 0, "suffix_max_match": 0}, "no source of drafts"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(
-    given: dict[str, Any], named: str
-) -> None:
+def test_options_that_contradict_each_other_are_refused(given: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         TokenSwiftOptions.from_dict(given)
 

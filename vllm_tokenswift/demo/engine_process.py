@@ -1,0 +1,176 @@
+"""One vLLM engine in a process of its own, writing some texts and noting when tokens came.
+
+The demo and the benchmarks compare engines: each gets a process, so that none finds
+another's compiled code, threads or memory. ``run(job)`` is called by the parent; the
+child is this module run with a job file and a result file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+WINDOWED_PENALTY = "vllm_tokenswift.sampling.processors:WindowedPenalty"
+_WARM_UP_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """One text to write. name: for the progress bar; prompt: a user's message;
+    sampling: keyword arguments of vLLM's SamplingParams."""
+
+    name: str
+    prompt: str
+    sampling: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one engine does: keyword arguments of ``LLM``, then texts one after another."""
+
+    engine: dict[str, Any]
+    texts: list[TextRequest]
+
+
+@dataclass
+class Written:
+    """A text as it came. ``seconds[i]``: since the request was given, when ``counts[i]``
+    tokens were there; stats: what TokenSwift's counters grew by, empty on other engines;
+    logprobs: per position, token -> log probability, where the request asked for them."""
+
+    name: str
+    tokens: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    stats: dict[str, Any] = field(default_factory=dict)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    text: str = ""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the decoding: the first token, which is the prompt's pass, is not counted."""
+        return (self.counts[-1] - self.counts[0]) / (self.seconds[-1] - self.seconds[0])
+
+
+def run(job: Job) -> list[Written]:
+    """Runs ``job`` in a new process. Raises RuntimeError with the end of what it printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        given, result, log = (Path(folder) / name for name in ("job.json", "result.json", "log"))
+        given.write_text(json.dumps(asdict(job)))
+        with log.open("w") as errors:
+            # The progress bar is on standard output; vLLM's log is kept for a failure.
+            process = subprocess.run(
+                [sys.executable, "-m", __name__, str(given), str(result)],
+                stderr=errors,
+                env=_environment(),
+            )
+        if process.returncode != 0:
+            raise RuntimeError(
+                f"the engine process ended with status {process.returncode}; it said:\n"
+                f"{log.read_text()[-4000:]}"
+            )
+        return [
+            Written(
+                **{
+                    **text,
+                    "logprobs": [{int(t): p for t, p in at.items()} for at in text["logprobs"]],
+                }
+            )
+            for text in json.loads(result.read_text())
+        ]
+
+
+def _environment() -> dict[str, str]:
+    """The parent's, with Intel's OpenMP preloaded as vLLM's CPU build asks for."""
+    environment = dict(os.environ)
+    environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    environment["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    if openmp.exists():
+        preloaded = environment.get("LD_PRELOAD")
+        environment["LD_PRELOAD"] = f"{openmp}:{preloaded}" if preloaded else str(openmp)
+    return environment
+
+
+def _write_all(job: Job) -> list[Written]:
+    from vllm import LLM
+
+    llm = LLM(**job.engine)
+    speculates = (job.engine.get("speculative_config") or {}).get("method") == "tokenswift"
+    for text in job.texts:
+        sampling = {**text.sampling, "max_tokens": _WARM_UP_TOKENS, "min_tokens": _WARM_UP_TOKENS}
+        _write(llm, TextRequest("warming up", text.prompt, sampling), speculates)
+    return [_write(llm, text, speculates) for text in job.texts]
+
+
+def _write(llm: Any, request: TextRequest, speculates: bool) -> Written:
+    from tqdm import tqdm
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    tokenizer = llm.get_tokenizer()
+    message = [{"role": "user", "content": request.prompt}]
+    prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    params = SamplingParams(
+        **request.sampling, detokenize=False, output_kind=RequestOutputKind.DELTA
+    )
+    engine = llm.llm_engine
+    written = Written(request.name)
+    before = _stats(llm) if speculates else {}
+    bar = tqdm(
+        total=params.max_tokens,
+        desc=request.name,
+        unit=" tokens",
+        file=sys.stdout,
+        ncols=88,
+        # A log file gets a line now and then, a terminal a bar that moves.
+        mininterval=0.2 if sys.stdout.isatty() else 10,
+    )
+    start = time.perf_counter()
+    engine.add_request(request.name, prompt, params)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            completion = output.outputs[0]
+            if not completion.token_ids:
+                continue
+            written.tokens.extend(completion.token_ids)
+            written.counts.append(len(written.tokens))
+            written.seconds.append(time.perf_counter() - start)
+            for at in completion.logprobs or ():
+                written.logprobs.append({token: entry.logprob for token, entry in at.items()})
+            bar.update(len(completion.token_ids))
+    bar.close()
+    if speculates:
+        written.stats = _grown(before, _stats(llm))
+    written.text = tokenizer.decode(written.tokens)
+    return written
+
+
+def _stats(llm: Any) -> dict[str, Any]:
+    # Every rank of a tensor-parallel group counts the same.
+    stats: dict[str, Any] = llm.collective_rpc("tokenswift_stats")[0]
+    return stats
+
+
+def _grown(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """What counters, and counters by name, have grown by."""
+    grown: dict[str, Any] = {}
+    for name, value in after.items():
+        if isinstance(value, dict):
+            grown[name] = _grown(before.get(name, {}), value)
+        else:
+            grown[name] = value - before.get(name, 0)
+    return grown
+
+
+if __name__ == "__main__":
+    raw = json.loads(Path(sys.argv[1]).read_text())
+    texts = _write_all(Job(raw["engine"], [TextRequest(**text) for text in raw["texts"]]))
+    Path(sys.argv[2]).write_text(json.dumps([asdict(text) for text in texts]))
