@@ -22,7 +22,7 @@ CONFIG_KEY = "tokenswift"
 PROPOSER = "vllm_tokenswift.engine.proposer.TokenSwiftProposer"
 WORKERS = {
     "cpu": "vllm_tokenswift.engine.worker.TokenSwiftCPUWorker",
-    "cuda": "vllm_tokenswift.engine.worker.TokenSwiftGPUWorker",
+    "cuda": "vllm_tokenswift.cuda.runner.TokenSwiftGPUWorker",
 }
 
 # The flags of vLLM that stand for a key of the speculative configuration.

@@ -27,17 +27,17 @@ VOCABULARY = 64  # small: texts repeat themselves, and drafts are accepted
 @contextmanager
 def engine(model: Path | str, **arguments: Any) -> Iterator[LLM]:
     """An engine that is gone afterwards, float32 and eager unless told otherwise."""
-    defaults: dict[str, Any] = dict(
-        model=str(model),
-        dtype="float32",
-        max_model_len=1024,
-        enforce_eager=True,
-        max_num_seqs=8,
-        block_size=32,
-        kv_cache_memory_bytes=1 << 28,
-        enable_prefix_caching=False,
-        seed=0,
-    )
+    defaults: dict[str, Any] = {
+        "model": str(model),
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "enforce_eager": True,
+        "max_num_seqs": 8,
+        "block_size": 32,
+        "kv_cache_memory_bytes": 1 << 28,
+        "enable_prefix_caching": False,
+        "seed": 0,
+    }
     if not (Path(model) / "tokenizer.json").exists():
         defaults["skip_tokenizer_init"] = True
     llm = LLM(**{**defaults, **arguments})

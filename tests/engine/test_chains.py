@@ -52,7 +52,7 @@ def random_tree(rng: np.random.Generator, n: int) -> DraftTree:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads, kv_heads", [(9, 3), (4, 4), (8, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (8, 1)])
 @pytest.mark.parametrize("block_size", [32, 64, 128])
 @pytest.mark.parametrize("seed", range(3))
 def test_chains_equal_dense_tree_attention_in_mixed_batches(
@@ -63,9 +63,7 @@ def test_chains_equal_dense_tree_attention_in_mixed_batches(
     torch.manual_seed(seed)
     impl = make_impl(heads, kv_heads)
     isa = _get_attn_isa(dtype, block_size, HEAD_DIM)
-    layer = SimpleNamespace(
-        isa=isa, _k_scale_float=1.0, _v_scale_float=1.0, layer_name="layer"
-    )
+    layer = SimpleNamespace(isa=isa, _k_scale_float=1.0, _v_scale_float=1.0, layer_name="layer")
     num_blocks, scratch = 96, list(range(96, 160))
     cache = torch.zeros(160, kv_heads, block_size, 2 * HEAD_DIM, dtype=dtype)
     free = list(rng.permutation(np.arange(1, num_blocks)))

@@ -11,14 +11,14 @@ PENALTY = {"penalty_theta": 1.3, "penalty_window": 64}
 def varied_params(count: int) -> list[SamplingParams]:
     """Different lengths (requests leave in the middle) and different parameters side by side."""
     kinds = [
-        dict(temperature=0.0),
-        dict(temperature=1.0, seed=11, min_p=0.1),
-        dict(temperature=0.7, seed=12, top_k=20, top_p=0.9),
-        dict(temperature=0.0, extra_args=PENALTY),
-        dict(temperature=1.0, seed=13, extra_args={**PENALTY, "eta_epsilon": 2e-4}),
-        dict(temperature=0.0, repetition_penalty=1.2, presence_penalty=0.3),
-        dict(temperature=1.0, seed=14, frequency_penalty=0.2, logit_bias={7: 3.0}),
-        dict(temperature=0.0, extra_args={"tokenswift": False}),
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 11, "min_p": 0.1},
+        {"temperature": 0.7, "seed": 12, "top_k": 20, "top_p": 0.9},
+        {"temperature": 0.0, "extra_args": PENALTY},
+        {"temperature": 1.0, "seed": 13, "extra_args": {**PENALTY, "eta_epsilon": 2e-4}},
+        {"temperature": 0.0, "repetition_penalty": 1.2, "presence_penalty": 0.3},
+        {"temperature": 1.0, "seed": 14, "frequency_penalty": 0.2, "logit_bias": {7: 3.0}},
+        {"temperature": 0.0, "extra_args": {"tokenswift": False}},
     ]
     return [
         SamplingParams(**kinds[i % len(kinds)], max_tokens=30 + 17 * (i % 5), ignore_eos=True)
@@ -42,7 +42,7 @@ def test_a_request_in_a_batch_writes_what_it_writes_alone(tiny_model):
 
 def test_every_request_writes_what_plain_vllm_writes(tiny_model):
     prompts = [prompt_of(5 + 9 * i, seed=i) for i in range(8)]
-    params = [p for p in varied_params(8)]
+    params = list(varied_params(8))
     processors = [
         "vllm_tokenswift.sampling.processors:WindowedPenalty",
         "vllm_tokenswift.sampling.processors:EtaSampling",

@@ -8,7 +8,7 @@ from vllm import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.6, seed=5, min_p=0.05, max_tokens=80, ignore_eos=True)
-SELF_DRAFT = dict(plan="paper", self_draft="always", budget_tokens=128, sink_tokens=16)
+SELF_DRAFT = {"plan": "paper", "self_draft": "always", "budget_tokens": 128, "sink_tokens": 16}
 
 
 @pytest.mark.parametrize("options", [{}, SELF_DRAFT], ids=["text", "self-draft"])
@@ -46,7 +46,7 @@ def test_chunked_prefill_changes_nothing(tiny_model, options):
     params = [GREEDY, SEEDED, GREEDY, GREEDY, SEEDED, SEEDED]
     with engine(tiny_model) as llm:
         plain = generate(llm, prompts, params)
-    chunks = dict(max_num_batched_tokens=64, enable_chunked_prefill=True, max_num_seqs=4)
+    chunks = {"max_num_batched_tokens": 64, "enable_chunked_prefill": True, "max_num_seqs": 4}
     with engine(tiny_model, **chunks, **tokenswift(**options)) as llm:
         assert generate(llm, prompts, params) == plain
 
@@ -73,9 +73,7 @@ def test_prefix_cache_hits_find_only_verified_tokens(tiny_model, options):
 def test_preempted_requests_go_on_where_they_were(tiny_model, options):
     """14 blocks of 32 for four sequences of up to 240 tokens: memory runs out again and again."""
     prompts = [prompt_of(60, seed=i) for i in range(4)]
-    params = [
-        p.clone() for p in (GREEDY, SEEDED, GREEDY, SEEDED)
-    ]
+    params = [p.clone() for p in (GREEDY, SEEDED, GREEDY, SEEDED)]
     for p in params:
         p.max_tokens = 180
     with engine(tiny_model) as llm:

@@ -32,7 +32,7 @@ PENALTY = {"penalty_theta": 1.1, "penalty_window": 1024}
 
 def test_twenty_prompts_write_the_same_tokens_greedy_seeded_and_penalised(demo_model):
     """20 prompts x 300 tokens, each of three ways; plain: the penalty as a logits processor."""
-    common = dict(max_tokens=300, ignore_eos=True)
+    common = {"max_tokens": 300, "ignore_eos": True}
     ways = {
         "greedy": [SamplingParams(temperature=0, **common)] * 20,
         "seeded": [
@@ -43,7 +43,7 @@ def test_twenty_prompts_write_the_same_tokens_greedy_seeded_and_penalised(demo_m
             for i in range(20)
         ],
     }
-    arguments = dict(max_num_seqs=20, kv_cache_memory_bytes=3 << 29)
+    arguments = {"max_num_seqs": 20, "kv_cache_memory_bytes": 3 << 29}
     processors = ["vllm_tokenswift.sampling.processors:WindowedPenalty"]
     with engine(demo_model, logits_processors=processors, **arguments) as llm:
         plain = {way: generate(llm, PROMPTS, params) for way, params in ways.items()}

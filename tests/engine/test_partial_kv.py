@@ -46,7 +46,7 @@ def reference_masses(model_path, tokens: list[int]) -> np.ndarray:
 
 def test_the_pass_reads_the_important_blocks_within_its_budget(tiny_model):
     prompt = prompt_of(PROMPT_TOKENS, seed=0)
-    options = dict(plan="paper", self_draft="always", budget_tokens=BUDGET, sink_tokens=16)
+    options = {"plan": "paper", "self_draft": "always", "budget_tokens": BUDGET, "sink_tokens": 16}
     with engine(tiny_model, max_model_len=2048, **tokenswift(**options)) as llm:
         records = recorded_passes(llm)
         [written] = generate(llm, [prompt], PARAMS)
@@ -74,9 +74,13 @@ def test_the_pass_reads_the_important_blocks_within_its_budget(tiny_model):
 
 
 def test_a_static_table_is_selected_once(tiny_model):
-    options = dict(
-        plan="paper", self_draft="always", partial_kv="static", budget_tokens=BUDGET, sink_tokens=16
-    )
+    options = {
+        "plan": "paper",
+        "self_draft": "always",
+        "partial_kv": "static",
+        "budget_tokens": BUDGET,
+        "sink_tokens": 16,
+    }
     with engine(tiny_model, max_model_len=2048, **tokenswift(**options)) as llm:
         records = recorded_passes(llm)
         generate(llm, [prompt_of(PROMPT_TOKENS, seed=0)], PARAMS)
@@ -85,7 +89,12 @@ def test_a_static_table_is_selected_once(tiny_model):
 
 
 def test_a_full_table_is_the_whole_sequence(tiny_model):
-    options = dict(plan="paper", self_draft="always", partial_kv="full", budget_tokens=BUDGET)
+    options = {
+        "plan": "paper",
+        "self_draft": "always",
+        "partial_kv": "full",
+        "budget_tokens": BUDGET,
+    }
     with engine(tiny_model, max_model_len=2048, **tokenswift(**options)) as llm:
         records = recorded_passes(llm)
         generate(llm, [prompt_of(PROMPT_TOKENS, seed=0)], PARAMS)
@@ -112,7 +121,7 @@ def cache_after_last_step(llm):
 def test_after_verification_the_cache_is_that_of_a_fresh_prefill(tiny_model):
     """Nothing of the approximate passes, nor of rejected branches, survives in the full cache."""
     prompt = prompt_of(PROMPT_TOKENS, seed=0)
-    options = dict(plan="paper", self_draft="always", budget_tokens=BUDGET, ngram_n=6)
+    options = {"plan": "paper", "self_draft": "always", "budget_tokens": BUDGET, "ngram_n": 6}
     with engine(tiny_model, max_model_len=2048, **tokenswift(**options)) as llm:
         drafted = cache_after_last_step(llm)
         [written] = generate(llm, [prompt], PARAMS)

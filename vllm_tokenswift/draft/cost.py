@@ -29,6 +29,7 @@ class CostModel:
     draft_points: (tokens of partial KV read by the batch, ms of a draft pass for one
         request), or empty where there is none; further requests add what they add to a
         verify pass.
+    heads_ms: what free heads cost a step: the heads, and the LM head once more.
 
     Raises ValueError for values that no machine has.
     """
@@ -38,6 +39,7 @@ class CostModel:
     chain_ms: float = 0.0
     chain_context_ms_per_token: float = 0.0
     draft_points: Points = ()
+    heads_ms: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.verify_points:
@@ -47,7 +49,7 @@ class CostModel:
             if any(not (size >= 0 and ms > 0) for size, ms in points):
                 raise ValueError(f"{name} must hold sizes >= 0 and times > 0, got {points}")
             object.__setattr__(self, name, points)
-        for name in ("context_ms_per_token", "chain_ms", "chain_context_ms_per_token"):
+        for name in ("context_ms_per_token", "chain_ms", "chain_context_ms_per_token", "heads_ms"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
 

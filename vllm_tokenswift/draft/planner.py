@@ -11,7 +11,7 @@ clock, no randomness, the same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from vllm_tokenswift.draft.candidates import HeadCandidates
 from vllm_tokenswift.draft.cost import CostModel
+from vllm_tokenswift.draft.source_gain import SourceGain
 from vllm_tokenswift.draft.state import DraftState
 from vllm_tokenswift.draft.trie import Trie, grow_tree, paper_tree, take_best_first
 from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
@@ -53,6 +54,17 @@ class DraftRequest:
     chain_only: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """What was planned for these requests without a source that costs time."""
+
+    requests: tuple[DraftRequest, ...]
+    num_other_tokens: int
+    trees: list[DraftTree]
+    expected: list[float]
+    step_ms: float
+
+
 class Planner:
     """Plans the drafts of an engine's requests.
 
@@ -61,7 +73,8 @@ class Planner:
     every time; "fixed" drafts the likeliest nodes of all sources up to the limit every time.
 
     ``decisions`` counts plans of requests by outcome ("drafted", "plain", "none": nothing
-    allowed) and self-draft decisions ("self_draft", "self_draft_probe", "no_self_draft").
+    allowed) and the decisions on sources that cost time ("self_draft", "self_draft_probe",
+    "no_self_draft", and the same of "free_heads").
     """
 
     def __init__(self, cost: CostModel, budget: int = 4096, mode: PlanMode = "auto") -> None:
@@ -71,28 +84,26 @@ class Planner:
         self.budget = budget
         self.mode = mode
         self._curves: dict[tuple[int, int], tuple[list[float], list[float]]] = {}
-        self._planned: tuple[tuple[DraftRequest, ...], int, list[DraftTree]] | None = None
+        self._planned: _Planned | None = None
         self.decisions: dict[str, int] = dict.fromkeys(
-            ("drafted", "plain", "none", "self_draft", "self_draft_probe", "no_self_draft"), 0
+            (
+                *("drafted", "plain", "none"),
+                *("self_draft", "self_draft_probe", "no_self_draft"),
+                *("free_heads", "free_heads_probe", "no_free_heads"),
+            ),
+            0,
         )
 
     def plan(self, requests: Sequence[DraftRequest], num_other_tokens: int = 0) -> list[DraftTree]:
         """One tree for each request, empty where it decodes plainly.
 
         num_other_tokens: query tokens of the batch besides these requests' (prefill chunks).
-        Where :meth:`wants_self_draft` was just asked about these same request objects, what it
-        planned is used.
+        Where one of the ``wants_`` methods was just asked about these same request objects,
+        what it planned is used.
         """
-        planned, self._planned = self._planned, None
-        if (
-            planned is not None
-            and planned[1] == num_other_tokens
-            and len(planned[0]) == len(requests)
-            and all(a is b for a, b in zip(planned[0], requests, strict=True))
-        ):
-            trees = planned[2]
-        elif self.mode == "auto":
-            trees, _, _ = self._plan_auto(requests, num_other_tokens)
+        if self.mode == "auto":
+            trees = self._plan_once(requests, num_other_tokens).trees
+            self._planned = None
         else:
             trees = [self._plan_fixed(request) for request in requests]
         for request, tree in zip(requests, trees, strict=True):
@@ -177,12 +188,13 @@ class Planner:
         return self._curves[key]
 
     def _spent_ms(self, requests: Sequence[DraftRequest]) -> float:
-        """What this step's draft pass has cost already."""
+        """What this step's draft pass and free heads have cost already."""
         drafted = [r for r in requests if r.heads is not None and not r.heads.free]
+        free_ms = self.cost.heads_ms if any(r.heads and r.heads.free for r in requests) else 0.0
         if not drafted:
-            return 0.0
+            return free_ms
         kv_tokens = sum(min(self.budget, request.context_len) for request in drafted)
-        return self.cost.draft_pass_ms(kv_tokens, len(drafted))
+        return free_ms + self.cost.draft_pass_ms(kv_tokens, len(drafted))
 
     def wants_self_draft(
         self, requests: Sequence[DraftRequest], num_other_tokens: int = 0
@@ -196,11 +208,51 @@ class Planner:
         eligible = [possible and r.limit > 0 and r.context_len > self.budget for r in requests]
         if self.mode != "auto":
             return [r.limit > 0 for r in requests] if self.mode == "paper" else eligible
+        return self._worth_it(
+            requests,
+            num_other_tokens,
+            eligible,
+            [request.state.self_draft for request in requests],
+            lambda num: self.cost.draft_pass_ms(self.budget * num, num),
+            "self_draft",
+        )
+
+    def wants_free_heads(
+        self, requests: Sequence[DraftRequest], num_other_tokens: int = 0
+    ) -> list[bool]:
+        """For which requests heads on the verify pass's hidden state are worth their time now.
+
+        No pass of the model, but one of its LM head: not free on a small model.
+        """
+        eligible = [r.limit > 0 for r in requests]
+        if self.mode != "auto":
+            return eligible
+        return self._worth_it(
+            requests,
+            num_other_tokens,
+            eligible,
+            [request.state.free_heads for request in requests],
+            lambda _: self.cost.heads_ms,
+            "free_heads",
+        )
+
+    def _worth_it(
+        self,
+        requests: Sequence[DraftRequest],
+        num_other_tokens: int,
+        eligible: Sequence[bool],
+        gains: Sequence[SourceGain],
+        source_ms: Callable[[int], float],
+        name: str,
+    ) -> list[bool]:
+        """For which eligible requests a source that costs time pays, by what it brought so far.
+
+        source_ms: what the source costs for that many requests together.
+        """
         if not any(eligible):
             return [False] * len(requests)
-        trees, expected, step_ms = self._plan_auto(requests, num_other_tokens)
-        self._planned = (tuple(requests), num_other_tokens, trees)
-        gains = [request.state.self_draft for request in requests]
+        planned = self._plan_once(requests, num_other_tokens)
+        expected, step_ms = planned.expected, planned.step_ms
         without = [g.tokens(e, with_pass=False) for g, e in zip(gains, expected, strict=True)]
         extra = [
             g.tokens(e, with_pass=True) - w if may else 0.0
@@ -209,34 +261,46 @@ class Planner:
         wanted = [False] * len(requests)
         total, best_rate = sum(without), sum(without) / step_ms
         chosen: list[int] = []
-        kv_tokens = 0
         node_ms = self.cost.verify_ms(1 + _SELF_DRAFT_NODES) - self.cost.verify_ms(1)
-        pass_ms = 0.0
+        extra_ms = 0.0
         best = 0
         for index in sorted(range(len(requests)), key=lambda i: (-extra[i], i)):
             if not eligible[index]:
                 continue
             chosen.append(index)
             total += extra[index]
-            kv_tokens += self.budget
-            pass_ms = self.cost.draft_pass_ms(kv_tokens, len(chosen)) + node_ms * len(chosen)
-            if total / (step_ms + pass_ms) > best_rate:
-                best_rate, best = total / (step_ms + pass_ms), len(chosen)
+            extra_ms = source_ms(len(chosen)) + node_ms * len(chosen)
+            if total / (step_ms + extra_ms) > best_rate:
+                best_rate, best = total / (step_ms + extra_ms), len(chosen)
         for index in chosen[:best]:
             wanted[index] = True
-        relative_cost = pass_ms / step_ms
-        tokens_for_pass = relative_cost * sum(without) / len(chosen)
+        relative_cost = extra_ms / step_ms
+        tokens_for_source = relative_cost * sum(without) / len(chosen)
         for index, gain in enumerate(gains):
             if not eligible[index]:
                 continue
-            name = "self_draft" if wanted[index] else "no_self_draft"
+            decision = name if wanted[index] else f"no_{name}"
             if best == 0 and gain.wants_probe(relative_cost / _PROBE_SHARE):
                 wanted[index] = True
-                name = "self_draft_probe"
-            self.decisions[name] += 1
+                decision = f"{name}_probe"
+            self.decisions[decision] += 1
             baseline = without[index] - expected[index]
-            gain.decided(expected[index], wanted[index], baseline + tokens_for_pass)
+            gain.decided(expected[index], wanted[index], baseline + tokens_for_source)
         return wanted
+
+    def _plan_once(self, requests: Sequence[DraftRequest], num_other_tokens: int) -> _Planned:
+        """:meth:`_plan_auto`, done once for the same request objects of a step."""
+        planned = self._planned
+        if (
+            planned is None
+            or planned.num_other_tokens != num_other_tokens
+            or len(planned.requests) != len(requests)
+            or any(a is not b for a, b in zip(planned.requests, requests, strict=True))
+        ):
+            trees, expected, step_ms = self._plan_auto(requests, num_other_tokens)
+            planned = _Planned(tuple(requests), num_other_tokens, trees, expected, step_ms)
+            self._planned = planned
+        return planned
 
 
 def _dear_branches(

@@ -16,7 +16,11 @@ from vllm_tokenswift.draft.candidates import (
 from vllm_tokenswift.draft.counters import DraftCounters
 from vllm_tokenswift.draft.gain import GainModel
 from vllm_tokenswift.draft.ngrams import NgramTable
-from vllm_tokenswift.draft.self_draft import SelfDraftGain
+from vllm_tokenswift.draft.source_gain import (
+    FREE_HEADS_PRIOR,
+    SELF_DRAFT_PRIOR,
+    SourceGain,
+)
 from vllm_tokenswift.draft.suffix import Match, SuffixIndex
 from vllm_tokenswift.tree import DraftTree
 
@@ -42,7 +46,8 @@ class DraftState:
         self.table = NgramTable(n, k)
         self.suffix = SuffixIndex(max_match) if max_match else None
         self.gains = GainModel()
-        self.self_draft = SelfDraftGain()
+        self.self_draft = SourceGain(SELF_DRAFT_PRIOR)
+        self.free_heads = SourceGain(FREE_HEADS_PRIOR)
         self.counters = DraftCounters()
         self.num_tokens = 0
         self._last_token = -1
@@ -61,6 +66,7 @@ class DraftState:
             self._learn(offer, tokens)
         if self._offers or self._plain_offers is not None:
             self.self_draft.observe(len(tokens))
+            self.free_heads.observe(len(tokens))
         self._offers = []
         self._plain_offers = None
         self.table.extend(tokens)

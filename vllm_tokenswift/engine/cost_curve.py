@@ -28,8 +28,8 @@ class CostCurve:
     """Times verify and draft passes.
 
     model: ``(input_ids, positions) -> hidden states`` of the first rows, called inside
-    the forward context; logits: what turns them into logits rows.
-    scratch: physical blocks that may be overwritten.
+    the forward context; logits: what turns them into logits rows; heads: drafts from
+    one hidden state with the free heads, None where there are none.
     """
 
     def __init__(
@@ -38,12 +38,14 @@ class CostCurve:
         attention: TreeAttention,
         model: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         logits: Callable[[torch.Tensor], torch.Tensor | None],
+        heads: Callable[[], object] | None,
         device: torch.device,
     ) -> None:
         self.vllm_config = vllm_config
         self.attention = attention
         self.model = model
         self.logits = logits
+        self.heads = heads
         self.device = device
 
     def measure(self, num_blocks: int, max_nodes: int, max_model_len: int) -> CostModel:
@@ -57,8 +59,9 @@ class CostCurve:
         )
         short = min(32, long)
         verify = [(n, self._pass_ms([n], short)) for n in sizes]
+        heads_ms = 0.0 if self.heads is None else self._median_ms(self.heads)
         if long <= 2 * short:
-            return self._agreed(CostModel(tuple(verify)))
+            return self._agreed(CostModel(tuple(verify), heads_ms=heads_ms))
         plain_long = self._pass_ms([1], long)
         context = max(0.0, (plain_long - verify[0][1]) / (long - short))
         # Side chains: as many sequences of one row instead of one of as many rows.
@@ -73,7 +76,9 @@ class CostCurve:
             chain_context = max(0.0, (per_chain[1] - per_chain[0]) / (long - short))
             chain_short = max(0.0, per_chain[0] - chain_context * short)
         draft = ((short, verify[0][1]), (long, plain_long))
-        return self._agreed(CostModel(tuple(verify), context, chain_short, chain_context, draft))
+        return self._agreed(
+            CostModel(tuple(verify), context, chain_short, chain_context, draft, heads_ms)
+        )
 
     def _agreed(self, cost: CostModel) -> CostModel:
         group = get_tp_group()
@@ -101,10 +106,8 @@ class CostCurve:
         )
         input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
         rope = torch.from_numpy(positions).to(self.device)
-        times = []
-        for _ in range(REPETITIONS + 1):
-            self._synchronize()
-            start = time.perf_counter()
+
+        def target_pass() -> None:
             with set_forward_context(
                 metadata,
                 self.vllm_config,
@@ -113,6 +116,15 @@ class CostCurve:
             ):
                 hidden = self.model(input_ids, rope)
             self.logits(hidden)
+
+        return self._median_ms(target_pass)
+
+    def _median_ms(self, work: Callable[[], object]) -> float:
+        times = []
+        for _ in range(REPETITIONS + 1):
+            self._synchronize()
+            start = time.perf_counter()
+            work()
             self._synchronize()
             times.append((time.perf_counter() - start) * 1e3)
         return median(times[1:])

@@ -105,8 +105,9 @@ def scheduler_metadata(
     )
 
 
-def key_permutation(impl: TreeCPUAttentionImpl, layer: torch.nn.Module,
-                    block: torch.Tensor) -> torch.Tensor:
+def key_permutation(
+    impl: TreeCPUAttentionImpl, layer: torch.nn.Module, block: torch.Tensor
+) -> torch.Tensor:
     """Where the kernel keeps a block's keys: int64 ``[block_size * head_dim]``.
 
     ``block[0, head].flatten()[:block_size * head_dim][permutation]`` is the keys

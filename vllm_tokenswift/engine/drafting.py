@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ class DraftRequest:
 
     num_tokens: tokens of the sequence, the bonus token included; blocks: int32,
     physical blocks in logical order; hidden_row: the logits row that the bonus token
-    was sampled from; max_nodes, max_depth: what still fits.
+    was sampled from; max_nodes: drafts that still fit the model's length and are wanted.
     """
 
     req_id: str
@@ -37,7 +37,6 @@ class DraftRequest:
     blocks: np.ndarray
     hidden_row: int
     max_nodes: int
-    max_depth: int
 
 
 class Drafter:
@@ -59,6 +58,7 @@ class Drafter:
             runner.tree_attention,
             runner.forward_rows,
             lambda output: runner.model.compute_logits(self._post_norm(output)),
+            self._heads_alone if self.heads is not None else None,
             runner.device,
         ).measure(
             runner.kv_cache_config.num_blocks,
@@ -82,27 +82,31 @@ class Drafter:
             return []
         planned = [self._planned(request, None) for request in requests]
         passes = self._wants_pass(planned, num_undrafted)
-        heads: list[HeadCandidates | None] = [None] * len(requests)
-        with_pass = [i for i, wanted in enumerate(passes) if wanted]
-        if with_pass:
-            self._fill(heads, with_pass, self._self_draft([requests[i] for i in with_pass]))
-        free = [i for i, wanted in enumerate(passes) if not wanted]
-        if free and self.heads is not None and self.options.head_source != "draft":
-            self._fill(
-                heads, free, self._free_heads([requests[i] for i in free], sample_hidden_states)
+        self._draft_with(planned, requests, passes, self._self_draft)
+        if self.heads is not None and self.options.head_source != "draft":
+            others = [i for i, wanted in enumerate(passes) if not wanted]
+            free = self.planner.wants_free_heads([planned[i] for i in others], num_undrafted)
+            wanted = [False] * len(requests)
+            for i, want in zip(others, free, strict=True):
+                wanted[i] = want
+            self._draft_with(
+                planned, requests, wanted, lambda some: self._free_heads(some, sample_hidden_states)
             )
-        return self.planner.plan(
-            [self._planned(r, h) for r, h in zip(requests, heads, strict=True)], num_undrafted
-        )
+        return self.planner.plan(planned, num_undrafted)
 
-    @staticmethod
-    def _fill(
-        heads: list[HeadCandidates | None],
-        indices: Sequence[int],
-        candidates: Sequence[HeadCandidates],
+    def _draft_with(
+        self,
+        planned: list[PlannedRequest],
+        requests: Sequence[DraftRequest],
+        wanted: Sequence[bool],
+        source: Callable[[list[DraftRequest]], list[HeadCandidates]],
     ) -> None:
-        for i, candidate in zip(indices, candidates, strict=True):
-            heads[i] = candidate
+        """Adds what a source says to the requests that want it."""
+        chosen = [i for i, want in enumerate(wanted) if want]
+        if not chosen:
+            return
+        for i, candidates in zip(chosen, source([requests[i] for i in chosen]), strict=True):
+            planned[i] = self._planned(requests[i], candidates)
 
     def _planned(self, request: DraftRequest, heads: HeadCandidates | None) -> PlannedRequest:
         return PlannedRequest(
@@ -142,6 +146,13 @@ class Drafter:
         """Heads on the verify pass's own hidden state: depth 1 is head 0, and no extra pass."""
         rows = torch.tensor([r.hidden_row for r in requests], device=sample_hidden_states.device)
         return self._candidates(requests, self.heads(sample_hidden_states[rows]), free=True)
+
+    def _heads_alone(self) -> torch.Tensor:
+        """What free heads cost, apart from the requests' constraints."""
+        hidden_size = self.runner.model_config.get_hidden_size()
+        dtype, device = self.runner.model_config.dtype, self.runner.device
+        states = self.heads(torch.ones(1, hidden_size, dtype=dtype, device=device))
+        return self.runner.model.compute_logits(torch.cat(states)).float().softmax(dim=-1)
 
     def _candidates(
         self, requests: list[DraftRequest], states: list[torch.Tensor], free: bool

@@ -109,9 +109,7 @@ class TokenSwiftRunnerMixin(_Runner):
         self._placeholders = {r for r, tokens in drafts.items() if PLACEHOLDER_TOKEN_ID in tokens}
         if not self._placeholders:
             return scheduler_output
-        drafts = {
-            req_id: [max(token, 0) for token in tokens] for req_id, tokens in drafts.items()
-        }
+        drafts = {req_id: [max(token, 0) for token in tokens] for req_id, tokens in drafts.items()}
         return dataclasses.replace(scheduler_output, scheduled_spec_decode_tokens=drafts)
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
@@ -307,8 +305,7 @@ class TokenSwiftRunnerMixin(_Runner):
                     num_tokens=num_tokens,
                     blocks=block_table[batch_row],
                     hidden_row=root_row + (accepted.nodes[-1] if accepted.nodes else 0),
-                    max_nodes=min(room, self.num_spec_tokens),
-                    max_depth=min(room, wanted, self.num_spec_tokens),
+                    max_nodes=min(room, wanted, self.num_spec_tokens),
                 )
             )
         if self.drafter.heads is not None and self.drafter.heads.reads == "pre_norm":
