@@ -16,7 +16,11 @@ _next_minor = f"0.{int(_minors[-1].split('.')[1]) + 1}"
 setup(
     packages=[*find_packages(include=["vllm_tokenswift*"]), "vllm_tokenswift.patches"],
     package_dir={"vllm_tokenswift.patches": "patches"},
-    package_data={"vllm_tokenswift": ["py.typed"], "vllm_tokenswift.patches": ["*.toml"]},
+    package_data={
+        "vllm_tokenswift": ["py.typed"],
+        "vllm_tokenswift.heads": ["data/*/*"],
+        "vllm_tokenswift.patches": ["*.toml"],
+    },
     # A machine has vLLM or its CPU build, so neither is a dependency of its own;
     # the version is checked when vLLM loads the plugin.
     extras_require={
