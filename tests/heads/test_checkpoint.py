@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from vllm_tokenswift.heads.checkpoint import (
     RECORD_NAME,
     TENSORS_NAME,
+    bundled_heads,
     inspect_heads,
     load_heads,
 )
@@ -243,3 +244,16 @@ def test_an_existing_folder_is_not_overwritten(
     (tmp_path / "out/file").touch()
     with pytest.raises(ValueError, match="exists already"):
         write_merged(random_heads("linear"), target_folder(), tmp_path / "out")
+
+
+def test_the_heads_that_come_with_the_package_load_by_their_name() -> None:
+    assert "smollm2-135m-instruct" in bundled_heads()
+    heads = load_heads("smollm2-135m-instruct", hidden_size=576, dtype=torch.bfloat16, device="cpu")
+    assert (heads.form, heads.num_heads, heads.reads) == ("released", 3, "pre_norm")
+    held_out = inspect_heads("smollm2-135m-instruct").training["held_out"]
+    assert [head["head"] for head in held_out] == [0, 1, 2]
+
+
+def test_a_name_that_is_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="neither a folder, nor heads of this package"):
+        _load(Path("no-such-heads"))

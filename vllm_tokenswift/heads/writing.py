@@ -55,6 +55,7 @@ def write_own(
         "training": training,
     }
     save_file(_named(heads, "heads."), folder / TENSORS_NAME, metadata={"format": "pt"})
+    (folder / TENSORS_NAME).chmod(0o644)  # the library writes for the owner alone
     (folder / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
@@ -84,6 +85,7 @@ def write_merged(heads: DraftHeads, target_folder: Path, out: Path) -> None:
                 shutil.copyfile(file, draft / file.name)
         named = _named(heads, "model.medusa_layers.")
         save_file(named, draft / MERGED_HEADS_NAME, metadata={"format": "pt"})
+        (draft / MERGED_HEADS_NAME).chmod(0o644)
         weight_map = {tensor: names[file] for tensor, file in tensors.files.items()}
         weight_map |= dict.fromkeys(named, MERGED_HEADS_NAME)
         size = sum(file.stat().st_size for file in draft.glob("*.safetensors"))
