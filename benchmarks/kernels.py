@@ -351,8 +351,8 @@ def penalty_case(rows: int, window: int) -> dict[str, torch.Tensor]:
 def scorer_case(rows: int, vocab: int) -> dict[str, torch.Tensor]:
     return {
         "logits": torch.randn(rows, vocab, device=DEVICE) * 3,
-        "noise": torch.empty(9, vocab, device=DEVICE).exponential_(),
-        "noise_rows": (torch.arange(rows, device=DEVICE) % 9).int(),
+        "seeds": torch.randint(1 << 62, (rows,), device=DEVICE),
+        "positions": 1000 + torch.arange(rows, device=DEVICE) % 9,
         "temperature": torch.ones(rows, device=DEVICE),
         "min_p": torch.full((rows,), 0.1, device=DEVICE),
         "eta_epsilon": torch.zeros(rows, device=DEVICE),
@@ -562,7 +562,9 @@ def time_scorer(report: Report) -> None:
                 host=chunk == 4096,
             )
         report.time(
-            f"sample 33 x {vocab} PyTorch", lambda c=case: sample_rows_reference(**c), host=True
+            f"sample 33 x {vocab} in vLLM's launches",
+            lambda c=case: sample_rows_reference(**c),
+            host=True,
         )
         penalty = penalty_case(33, 1024)
         logits = case["logits"]

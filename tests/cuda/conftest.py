@@ -14,6 +14,12 @@ ON_GPU = torch.cuda.is_available()
 if not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore_glob = ["test_*.py"]
 else:
+    if not ON_GPU:
+        # vLLM switches its own Triton off where it sees no GPU; our kernels call its functions.
+        import triton
+        from vllm import triton_utils
+
+        triton_utils.triton, triton_utils.tl = triton, triton.language
     from vllm_tokenswift.cuda.cache_layout import CacheLayers
 
 

@@ -1,4 +1,4 @@
-"""The sampled tokens of the two-pass kernel, against vLLM's order of operations."""
+"""The sampled tokens of the two-pass kernel, against vLLM's own sampler (model runner V2)."""
 
 import pytest
 import torch
@@ -8,11 +8,11 @@ from vllm_tokenswift.cuda.scorer import sample_rows, sample_rows_reference
 
 def scorer_case(rows: int, vocab: int, device: torch.device, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    noise_rows = torch.randint(0, 5, (rows,), generator=generator, dtype=torch.int32)
+    limits = torch.iinfo(torch.int64)
     case = {
         "logits": torch.randn(rows, vocab, generator=generator) * 3,
-        "noise": torch.empty(5, vocab).exponential_(generator=generator),
-        "noise_rows": noise_rows,
+        "seeds": torch.randint(limits.min, limits.max, (rows,), generator=generator),
+        "positions": torch.randint(0, 100_000, (rows,), generator=generator),
         "temperature": torch.ones(rows),
         "min_p": torch.zeros(rows),
         "eta_epsilon": torch.zeros(rows),
@@ -21,8 +21,10 @@ def scorer_case(rows: int, vocab: int, device: torch.device, seed: int) -> dict[
     return {name: value.to(device) for name, value in case.items()}
 
 
-@pytest.mark.parametrize("vocab", [999, 2048])
-def test_every_kind_of_row_samples_the_same_token(vocab: int, device: torch.device) -> None:
+@pytest.mark.parametrize(("vocab", "use_fp64"), [(999, False), (2048, False), (1500, True)])
+def test_every_kind_of_row_samples_the_same_token(
+    vocab: int, use_fp64: bool, device: torch.device
+) -> None:
     for seed in range(2):
         case = scorer_case(12, vocab, device, seed)
         case["temperature"][::4] = 0.7
@@ -33,15 +35,25 @@ def test_every_kind_of_row_samples_the_same_token(vocab: int, device: torch.devi
         # eta is computed from what min-p left, in the eager order; they are not combined
         case["min_p"][::2] = 0.0
         case["logits"][:, ::5] = float("-inf")  # what top-p or allowed tokens masked
-        actual = sample_rows(**case, chunk=512)
-        assert actual.tolist() == sample_rows_reference(**case).tolist()
+        actual = sample_rows(**case, use_fp64=use_fp64, chunk=512)
+        assert actual.tolist() == sample_rows_reference(**case, use_fp64=use_fp64).tolist()
 
 
-def test_the_sample_is_that_of_vllms_random_sample(device: torch.device) -> None:
+def test_rows_without_constraints_need_no_statistics(device: torch.device) -> None:
     case = scorer_case(12, 2048, device, seed=9)
-    probabilities = case["logits"].softmax(-1, dtype=torch.float32)
-    expected = probabilities.div(case["noise"][case["noise_rows"].long()]).argmax(-1)
-    assert sample_rows(**case, chunk=512).tolist() == expected.tolist()
+    case["temperature"][3] = 0.0
+    actual = sample_rows(**case, has_constraints=False, chunk=512)
+    assert actual.tolist() == sample_rows_reference(**case).tolist()
+
+
+def test_rows_of_one_seed_and_position_share_their_noise(device: torch.device) -> None:
+    case = scorer_case(6, 1000, device, seed=4)
+    for name in ("seeds", "positions"):
+        case[name][:] = case[name][0].clone()
+    case["logits"][:] = case["logits"][0].clone()
+    assert len(set(sample_rows(**case, chunk=256).tolist())) == 1
+    case["positions"] += torch.arange(6, device=device)
+    assert len(set(sample_rows(**case, chunk=256).tolist())) > 1
 
 
 def test_constraints_keep_the_likeliest_token_and_drop_the_rest(device: torch.device) -> None:

@@ -11,12 +11,15 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_tokenswift.cuda.backend import tree_backends
+from vllm_tokenswift.cuda.tree_scorer import CUDATreeScorer
 from vllm_tokenswift.cuda.tree_verifier import CUDATreeAttention
 from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
 from vllm_tokenswift.engine.tree_attention import TreeAttention
 
 
 class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
+    scorer_cls = CUDATreeScorer
+
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with tree_backends(self.vllm_config):
             super().load_model(*args, **kwargs)

@@ -1,34 +1,33 @@
 """Temperature, min-p, eta and the sample of every tree row, in two passes over the logits.
 
-Maths. With ``x = logit / temperature``, ``p = softmax(x)`` and noise ``q`` (one row of
-exponential draws for each sequence position, shared by the nodes of a depth), the
-sampled token is vLLM's ``random_sample``: ``argmax p / q`` over the tokens that stay:
+Maths. That of vLLM's model runner V2 (``vllm/v1/worker/gpu/sample/sampler.py``), which
+serves plain decoding on CUDA: with ``x = logit / temperature`` and Gumbel noise ``g``,
+the token is ``argmax x + g`` over the tokens that stay:
 
-    min-p:  p >= min_p * max p
-    eta:    p >= min(epsilon, alpha * exp(-entropy(p))), and the likeliest stays
+    min-p:  x >= max x + log(min_p)
+    eta:    p >= min(epsilon, alpha * exp(-entropy(p))), p = softmax(x), and the likeliest
 
-Neither needs ``p`` itself: with ``m = max x`` the first is ``exp(x - m) >= min_p``, the
-second follows from ``s = sum exp(x - m)`` and ``t = sum (x - m) exp(x - m)``, since the
-entropy is ``log s - t / s``; and ``argmax p / q = argmax exp(x - m) / q``. So one pass
-collects ``m, s, t`` and a second finds the sample. A token whose ``p`` lies
-within a rounding error of a threshold, or whose ``p / q`` lies within one of the
-largest, may come out differently than in the eager order of operations.
+The noise is vLLM's own function of (the request's seed, the position, the token)
+(``gumbel_noised_argmax``): nothing is drawn, stored or consumed, every node of a depth
+has its position's noise, and a seeded request samples what it samples without drafts.
 
-Both constraints look at the unconstrained ``p``: a row should have one of them (the
-eager order takes eta's entropy from what min-p left).
+Eta needs no ``p``: with ``m = max x``, ``s = sum exp(x - m)``, ``t = sum (x - m) exp(x - m)``
+the entropy is ``log s - t / s``. So one pass collects ``m, s, t`` (left out where no row has a
+constraint) and a second finds the sample. A token whose ``p`` lies within a rounding
+error of eta may come out differently than in the eager order of operations.
 
-With top-k or top-p the caller masks the logits first (vLLM's own Triton kernel
-does that without sorting) and passes temperature 1, min-p 0 and epsilon 0.
+Both constraints look at the unconstrained ``x``: a row should have one of them (the
+eager order takes eta's entropy from what min-p left). Rows with other constraints are
+shaped by the caller, who then passes temperature 1 and neither.
 
-Memory. Logits twice, noise once: 33 rows of 128,256 in float32 move 51 MB
-(logits stay in L2 for the second pass where they fit). PyTorch's operations for the
-same (copy, divide, softmax, maximum, compare, mask, softmax, divide, argmax, in
-12 launches) move 250 MB; counted for an H100, 100 microseconds and as much host time.
+Memory. Logits twice: 33 rows of 128,256 in float32 move 34 MB (they stay in L2 for the
+second pass where they fit).
 
 Aliasing. Inputs are only read. Sentinels: temperature 0 takes the argmax of the
-logits; logits of -inf are never sampled (while another is finite).
+logits; min_p 0 and epsilon 0 are off; logits of -inf are never sampled (while another is
+finite).
 
-CUDA graphs. The launch depends on shapes alone.
+CUDA graphs. The launch depends on shapes and ``has_constraints`` alone.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -37,32 +36,56 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from vllm.v1.worker.gpu.sample.gumbel import (
+    apply_temperature,
+    gumbel_noised_argmax,
+    gumbel_sample,
+)
+from vllm.v1.worker.gpu.sample.min_p import apply_min_p
+
+from vllm_tokenswift.sampling.eta import apply_eta
 
 
 def sample_rows_reference(
     logits: torch.Tensor,
-    noise: torch.Tensor,
-    noise_rows: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
     temperature: torch.Tensor,
     min_p: torch.Tensor,
     eta_epsilon: torch.Tensor,
     eta_alpha: torch.Tensor,
+    use_fp64: bool = False,
 ) -> torch.Tensor:
-    """Eager twin of :func:`sample_rows`: same arguments, in vLLM's order of operations."""
-    greedy = temperature == 0
-    x = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
-    p = x.softmax(-1)
-    x = x.masked_fill(p < min_p[:, None] * p.amax(-1, keepdim=True), float("-inf"))
-    p = x.softmax(-1)
-    entropy = torch.special.entr(p).sum(-1)
-    eta = torch.minimum(eta_epsilon, eta_alpha * torch.exp(-entropy))
-    eta = torch.minimum(eta, p.amax(-1))
-    x = x.masked_fill(p < eta[:, None], float("-inf"))
-    sampled = x.softmax(-1).div(noise[noise_rows.long()]).argmax(-1)
-    return torch.where(greedy, logits.argmax(-1), sampled)
+    """Twin of :func:`sample_rows` in vLLM's own launches: same arguments."""
+    x = logits.to(torch.float32, copy=True)
+    every = torch.arange(len(x), dtype=torch.int32, device=x.device)
+    apply_temperature(x, every, temperature)
+    apply_min_p(x, every, min_p)
+    apply_eta(x, eta_epsilon[:, None], eta_alpha[:, None])
+    return gumbel_sample(
+        x,
+        every,
+        temperature,
+        seeds,
+        positions,
+        apply_temperature=False,
+        is_drafting=False,
+        use_fp64=use_fp64,
+    )
 
 
 @triton.jit
+def _scaled_logits(logits_ptr, row, token, token_ok, row_stride, temperature):
+    """Logits over temperature, in the operation of vLLM's ``_temperature_kernel``."""
+    x = tl.load(
+        logits_ptr + row.to(tl.int64) * row_stride + token, mask=token_ok, other=float("-inf")
+    ).to(tl.float32)
+    if temperature != 0.0 and temperature != 1.0:
+        x = x / temperature
+    return x
+
+
+@triton.jit(do_not_specialize=["vocab", "num_chunks"])
 def _row_statistics_kernel(
     logits_ptr,  # [num_rows, vocab]
     temperature_ptr,  # [num_rows]
@@ -74,15 +97,9 @@ def _row_statistics_kernel(
 ):
     row = tl.program_id(0)
     chunk = tl.program_id(1)
-    temperature = tl.load(temperature_ptr + row)
-    scale = 1.0 / tl.where(temperature == 0.0, 1.0, temperature)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
-    logit = tl.load(
-        logits_ptr + row.to(tl.int64) * row_stride + token,
-        mask=token < vocab,
-        other=float("-inf"),
-    ).to(tl.float32)
-    x = logit * scale
+    temperature = tl.load(temperature_ptr + row)
+    x = _scaled_logits(logits_ptr, row, token, token < vocab, row_stride, temperature)
     # A chunk may hold nothing but masked tokens: -inf minus -inf must not arise.
     maximum = tl.maximum(tl.max(x, 0), -1e30)
     weight = tl.exp(x - maximum)
@@ -94,10 +111,40 @@ def _row_statistics_kernel(
 
 
 @triton.jit
+def _least_logit(
+    statistics_ptr, min_p_ptr, eta_epsilon_ptr, eta_alpha_ptr, row, num_chunks,
+    CHUNKS_PADDED: tl.constexpr,
+):  # fmt: skip
+    """What a scaled logit of a row has to reach to stay."""
+    other = tl.arange(0, CHUNKS_PADDED)
+    other_ok = other < num_chunks
+    entry_ptr = statistics_ptr + row * 3 * num_chunks + other
+    maxima = tl.load(entry_ptr, mask=other_ok, other=-1e30)
+    sums = tl.load(entry_ptr + num_chunks, mask=other_ok, other=0.0)
+    weighted = tl.load(entry_ptr + 2 * num_chunks, mask=other_ok, other=0.0)
+    maximum = tl.max(maxima, 0)
+    least = float("-inf")
+    min_p = tl.load(min_p_ptr + row)
+    if min_p > 0.0:
+        least = maximum + tl.log(min_p)
+    epsilon = tl.load(eta_epsilon_ptr + row)
+    if epsilon > 0.0:
+        shift = tl.where(sums > 0.0, maxima - maximum, 0.0)
+        keep = tl.where(sums > 0.0, tl.exp(shift), 0.0)
+        total = tl.sum(sums * keep, 0)
+        mean = tl.sum(keep * (weighted + shift * sums), 0) / total
+        alpha = tl.load(eta_alpha_ptr + row)
+        # On the weight exp(x - maximum) = p / max p, whose largest is 1.
+        eta = tl.minimum(epsilon, alpha * tl.exp(mean - tl.log(total))) * total
+        least = tl.maximum(least, maximum + tl.log(tl.minimum(eta, 1.0)))
+    return least
+
+
+@triton.jit(do_not_specialize=["vocab", "num_chunks"])
 def _chunk_samples_kernel(
     logits_ptr,  # [num_rows, vocab]
-    noise_ptr,  # [num_noise_rows, vocab]
-    noise_rows_ptr,  # [num_rows]
+    seeds_ptr,  # [num_rows]
+    positions_ptr,  # [num_rows]
     temperature_ptr,
     min_p_ptr,
     eta_epsilon_ptr,
@@ -106,56 +153,41 @@ def _chunk_samples_kernel(
     scores_ptr,  # [num_rows, num_chunks]
     tokens_ptr,  # [num_rows, num_chunks]
     row_stride,
-    noise_stride,
     vocab,
     num_chunks,
+    HAS_CONSTRAINTS: tl.constexpr,
+    USE_FP64: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr,
 ):
     row = tl.program_id(0)
     chunk = tl.program_id(1)
-    temperature = tl.load(temperature_ptr + row)
-    greedy = temperature == 0.0
-    scale = 1.0 / tl.where(greedy, 1.0, temperature)
-
-    other = tl.arange(0, CHUNKS_PADDED)
-    other_ok = other < num_chunks
-    entry_ptr = statistics_ptr + row * 3 * num_chunks + other
-    maxima = tl.load(entry_ptr, mask=other_ok, other=-1e30)
-    sums = tl.load(entry_ptr + num_chunks, mask=other_ok, other=0.0)
-    weighted = tl.load(entry_ptr + 2 * num_chunks, mask=other_ok, other=0.0)
-    maximum = tl.max(maxima, 0)
-    shift = tl.where(sums > 0.0, maxima - maximum, 0.0)
-    keep = tl.where(sums > 0.0, tl.exp(shift), 0.0)
-    total = tl.sum(sums * keep, 0)
-    mean = tl.sum(keep * (weighted + shift * sums), 0) / total
-
-    # Both thresholds on the weight exp(x - maximum) = p / max p; 1 is the likeliest's.
-    epsilon = tl.load(eta_epsilon_ptr + row)
-    alpha = tl.load(eta_alpha_ptr + row)
-    eta = tl.minimum(epsilon, alpha * tl.exp(mean - tl.log(total))) * total
-    threshold = tl.minimum(tl.maximum(tl.load(min_p_ptr + row), eta), 1.0)
-
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     token_ok = token < vocab
-    logit = tl.load(
-        logits_ptr + row.to(tl.int64) * row_stride + token,
-        mask=token_ok,
-        other=float("-inf"),
-    ).to(tl.float32)
-    weight = tl.exp(logit * scale - maximum)
-    noise_row = tl.load(noise_rows_ptr + row).to(tl.int64)
-    noise = tl.load(noise_ptr + noise_row * noise_stride + token, mask=token_ok, other=1.0)
-    # Unsampled tokens lose to every sampled one, whose score is not negative.
-    score = tl.where(weight >= threshold, tl.div_rn(weight, noise), -1.0)
-    score = tl.where(token_ok & (logit > float("-inf")), score, -1.0)
-    score = tl.where(greedy, logit, score)
-    best = tl.argmax(score, 0)
-    tl.store(scores_ptr + row * num_chunks + chunk, tl.max(score, 0))
+    temperature = tl.load(temperature_ptr + row)
+    x = _scaled_logits(logits_ptr, row, token, token_ok, row_stride, temperature)
+    if HAS_CONSTRAINTS:
+        least = _least_logit(
+            statistics_ptr, min_p_ptr, eta_epsilon_ptr, eta_alpha_ptr, row, num_chunks,
+            CHUNKS_PADDED,
+        )  # fmt: skip
+        x = tl.where(x >= least, x, float("-inf"))
+    score, best = gumbel_noised_argmax(
+        x,
+        token,
+        token_ok,
+        tl.load(seeds_ptr + row),
+        tl.load(positions_ptr + row),
+        temperature,
+        IS_DRAFTING=False,
+        USE_FP64=USE_FP64,
+        APPLY_TEMPERATURE=False,
+    )
+    tl.store(scores_ptr + row * num_chunks + chunk, score)
     tl.store(tokens_ptr + row * num_chunks + chunk, chunk * CHUNK + best)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def _row_samples_kernel(
     scores_ptr,  # [num_rows, num_chunks]
     tokens_ptr,  # [num_rows, num_chunks]
@@ -174,45 +206,52 @@ def _row_samples_kernel(
 
 def sample_rows(
     logits: torch.Tensor,
-    noise: torch.Tensor,
-    noise_rows: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
     temperature: torch.Tensor,
     min_p: torch.Tensor,
     eta_epsilon: torch.Tensor,
     eta_alpha: torch.Tensor,
+    use_fp64: bool = False,
+    has_constraints: bool = True,
     chunk: int = 4096,
     num_warps: int = 4,
 ) -> torch.Tensor:
     """Sample every row; see the module's header.
 
     logits: ``[num_rows, vocab]`` float32, bf16 or fp16, rows contiguous, before temperature.
-    noise: float32 ``[num_noise_rows, vocab]``, exponential draws, positive.
-    noise_rows: int32 ``[num_rows]``, the noise row of each logits row.
+    seeds, positions: int64 ``[num_rows]``: the request's seed, and the sequence position of
+        the row's own token (the sample's position is the next one).
     temperature, min_p, eta_epsilon, eta_alpha: float32 ``[num_rows]``; 0 of the first is
         greedy, 0 of min_p and of eta_epsilon switches that constraint off.
+    use_fp64: noise and its sum with the logits in float64 (vLLM's ``use_fp64_gumbel``).
+    has_constraints: False promises that min_p and eta_epsilon are 0 in every row.
     Returns int64 ``[num_rows]``.
     """
     num_rows, vocab = logits.shape
     num_chunks = triton.cdiv(vocab, chunk)
     padded = triton.next_power_of_2(num_chunks)
     statistics = logits.new_empty(num_rows, 3, num_chunks, dtype=torch.float32)
-    scores = logits.new_empty(num_rows, num_chunks, dtype=torch.float32)
+    scores = logits.new_empty(
+        num_rows, num_chunks, dtype=torch.float64 if use_fp64 else torch.float32
+    )
     tokens = logits.new_empty(num_rows, num_chunks, dtype=torch.int32)
     sampled = logits.new_empty(num_rows, dtype=torch.int64)
-    _row_statistics_kernel[(num_rows, num_chunks)](
-        logits,
-        temperature,
-        statistics,
-        logits.stride(0),
-        vocab,
-        num_chunks,
-        CHUNK=chunk,
-        num_warps=num_warps,
-    )
+    if has_constraints:
+        _row_statistics_kernel[(num_rows, num_chunks)](
+            logits,
+            temperature,
+            statistics,
+            logits.stride(0),
+            vocab,
+            num_chunks,
+            CHUNK=chunk,
+            num_warps=num_warps,
+        )
     _chunk_samples_kernel[(num_rows, num_chunks)](
         logits,
-        noise,
-        noise_rows,
+        seeds,
+        positions,
         temperature,
         min_p,
         eta_epsilon,
@@ -221,9 +260,10 @@ def sample_rows(
         scores,
         tokens,
         logits.stride(0),
-        noise.stride(0),
         vocab,
         num_chunks,
+        HAS_CONSTRAINTS=has_constraints,
+        USE_FP64=use_fp64,
         CHUNK=chunk,
         CHUNKS_PADDED=padded,
         num_warps=num_warps,

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from vllm.model_executor.layers.attention import Attention
-from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.utils import CpuGpuBuffer
 
@@ -21,6 +20,7 @@ from vllm_tokenswift.cuda.cache_layout import CacheLayers
 from vllm_tokenswift.cuda.kv_move import move_kv
 from vllm_tokenswift.cuda.tree_attention import MAX_DRAFT_NODES
 from vllm_tokenswift.cuda.tree_rows import MAX_TREE_ROWS
+from vllm_tokenswift.engine.staging import Staging
 from vllm_tokenswift.engine.tree_attention import LayerMetadata
 from vllm_tokenswift.engine.verify_plan import TreeRows, VerifyPlan
 from vllm_tokenswift.tree import DraftTree
@@ -54,6 +54,7 @@ class CUDATreeAttention:
         self.scale: float = next(iter(layers.values())).impl.scale
         self.num_heads: int = next(iter(layers.values())).impl.num_heads
         device = self.cache.addresses.device
+        self._staging = Staging(device)
         self._moves = CpuGpuBuffer(2, max_num_reqs, max_depth, dtype=torch.int64, device=device)
 
     def with_trees(
@@ -131,16 +132,17 @@ class CUDATreeAttention:
         query_rows: npt.NDArray[np.int64],
         query_start_loc: npt.NDArray[np.int32] | None = None,
     ) -> LayerMetadata:
-        device = slots.device
         num_layers, num_reqs, _ = block_tables.shape
         starts = (
             np.arange(num_reqs + 1, dtype=np.int32) if query_start_loc is None else query_start_loc
         )
-        tables = _to_device(block_tables, device)
+        tables, starts_d, seq_lens_d, rows = self._staging.to_device(
+            block_tables, starts, seq_lens, query_rows
+        )
         common = CommonAttentionMetadata(
-            query_start_loc=_to_device(starts, device),
+            query_start_loc=starts_d,
             query_start_loc_cpu=torch.from_numpy(starts),
-            seq_lens=_to_device(seq_lens, device),
+            seq_lens=seq_lens_d,
             num_reqs=num_reqs,
             num_actual_tokens=int(starts[-1]),
             max_query_len=int(np.diff(starts).max()),
@@ -152,17 +154,16 @@ class CUDATreeAttention:
         if common.max_query_len > 1 and getattr(stock, "trees", None) is None:
             # Several rows a request stand for a verify pass: they take its path.
             stock = self.builder.with_rows(stock, self.builder.tree_rows.fill(starts, seq_lens, ()))
-        kept: list[torch.Tensor | None] = [None] * num_layers
-        rows = None
+        base = self.builder.extended(stock)
+        of_layers = [{"block_table": table} for table in tables.unbind()]
         if len(query_rows):
-            rows = _to_device(query_rows, device)
             shape = (num_layers, len(query_rows), self.num_heads, self.cache.head_size)
-            kept = list(torch.empty(shape, dtype=self.cache.dtype, device=device))
+            kept = torch.empty(shape, dtype=self.cache.dtype, device=rows.device)
+            for layer, queries in zip(of_layers, kept.unbind(), strict=True):
+                layer |= {"query_rows": rows, "kept_queries": queries}
         return {
-            name: self.builder.extended(
-                stock, block_table=tables[layer], query_rows=rows, kept_queries=kept[layer]
-            )
-            for layer, name in enumerate(self.layer_names)
+            name: _with_fields(base, layer)
+            for name, layer in zip(self.layer_names, of_layers, strict=True)
         }
 
     def block_masses(
@@ -172,25 +173,26 @@ class CUDATreeAttention:
         blocks: npt.NDArray[np.int32],
         num_tokens: int,
     ) -> npt.NDArray[np.float32]:
-        device = self.cache.addresses.device
+        blocks_d, num_tokens_d = self._staging.to_device(blocks, np.array([num_tokens], np.int32))
         queries = torch.stack(
             [metadata[name].kept_queries[query_index] for name in self.layer_names]
         )
         masses = block_scores(
             queries.unsqueeze(1),  # [layers, 1, heads, head_size]
             self.cache,
-            _to_device(blocks, device)[None],
-            torch.tensor([num_tokens], dtype=torch.int32, device=device),
+            blocks_d[None],
+            num_tokens_d,
             self.scale,
         )
         scores: npt.NDArray[np.float32] = masses[:, 0].cpu().numpy()
         return scores
 
 
-def _to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A copy that the host does not wait for."""
-    tensor = torch.from_numpy(array)
-    return (tensor.pin_memory() if PIN_MEMORY else tensor).to(device, non_blocking=True)
+def _with_fields(metadata: Any, fields: dict[str, torch.Tensor]) -> Any:
+    """A shallow copy with some fields set: there is one for each layer, made in each pass."""
+    changed = object.__new__(type(metadata))
+    changed.__dict__.update(metadata.__dict__, **fields)
+    return changed
 
 
 def _nodes_off_the_main_chain(tree: DraftTree) -> frozenset[int]:

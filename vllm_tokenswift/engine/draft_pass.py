@@ -17,6 +17,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 
+from vllm_tokenswift.engine.staging import Staging
 from vllm_tokenswift.engine.tree_attention import LayerMetadata, TreeAttention
 from vllm_tokenswift.partial_kv.table import DraftBlockTable
 
@@ -64,6 +65,7 @@ class DraftPass:
         self.model = model
         self.input_ids = input_ids
         self.positions = positions
+        self._staging = Staging(input_ids.device)
         self.last: DraftPassRecord | None = None
 
     def run(self, rows: list[DraftRow]) -> torch.Tensor:
@@ -86,20 +88,17 @@ class DraftPass:
             slots[i] = int(row.blocks[block]) * block_size + offset
         ranking = [i for i, row in enumerate(rows) if row.table.needs_selection(row.num_tokens)]
 
-        device = self.input_ids.device
-        slot_mapping = torch.from_numpy(slots).to(device, non_blocking=True)
+        n = len(rows)
+        token_ids = np.array([row.token for row in rows], np.int32)
+        positions = np.array([row.num_tokens - 1 for row in rows], np.int64)
+        slot_mapping, token_ids_d, positions_d = self._staging.to_device(
+            slots, token_ids, positions
+        )
         metadata = attention.draft_metadata(
             tables, seq_lens, slot_mapping, np.asarray(ranking, np.int64)
         )
-        n = len(rows)
-        self.input_ids[:n].copy_(
-            torch.tensor([row.token for row in rows], dtype=self.input_ids.dtype),
-            non_blocking=True,
-        )
-        self.positions[:n].copy_(
-            torch.tensor([row.num_tokens - 1 for row in rows], dtype=self.positions.dtype),
-            non_blocking=True,
-        )
+        self.input_ids[:n].copy_(token_ids_d)
+        self.positions[:n].copy_(positions_d)
         with set_forward_context(
             metadata,
             self.vllm_config,

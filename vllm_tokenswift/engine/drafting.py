@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
 from vllm_tokenswift.draft.candidates import HeadCandidates
 from vllm_tokenswift.draft.planner import DraftRequest as PlannedRequest
-from vllm_tokenswift.draft.planner import Planner
+from vllm_tokenswift.draft.planner import PlanMode, Planner
 from vllm_tokenswift.engine.cost_curve import CostCurve
 from vllm_tokenswift.engine.draft_pass import DraftPass, DraftRow
 from vllm_tokenswift.engine.requests import RequestState
+from vllm_tokenswift.engine.staging import Staging
 from vllm_tokenswift.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Drafter:
         self.runner = runner
         self.options = runner.options
         self.heads = runner.drafter.heads
+        self._staging = Staging(runner.device)
         self.draft_pass = DraftPass(
             runner.vllm_config,
             runner.tree_attention,
@@ -65,7 +67,7 @@ class Drafter:
             runner.num_spec_tokens,
             runner.max_model_len,
         )
-        self.planner = Planner(cost, self.options.budget_tokens, self.options.plan)
+        self.planner = Planner(cost, self.options.budget_tokens, cast(PlanMode, self.options.plan))
 
     def draft(
         self,
@@ -144,7 +146,7 @@ class Drafter:
         self, requests: list[DraftRequest], sample_hidden_states: torch.Tensor
     ) -> list[HeadCandidates]:
         """Heads on the verify pass's own hidden state: depth 1 is head 0, and no extra pass."""
-        rows = torch.tensor([r.hidden_row for r in requests], device=sample_hidden_states.device)
+        [rows] = self._staging.to_device(np.array([r.hidden_row for r in requests], np.int64))
         return self._candidates(requests, self.heads(sample_hidden_states[rows]), free=True)
 
     def _heads_alone(self) -> torch.Tensor:
@@ -152,7 +154,8 @@ class Drafter:
         hidden_size = self.runner.model_config.get_hidden_size()
         dtype, device = self.runner.model_config.dtype, self.runner.device
         states = self.heads(torch.ones(1, hidden_size, dtype=dtype, device=device))
-        return self.runner.model.compute_logits(torch.cat(states)).float().softmax(dim=-1)
+        logits: torch.Tensor = self.runner.model.compute_logits(torch.cat(states))
+        return logits.float().softmax(dim=-1)
 
     def _candidates(
         self, requests: list[DraftRequest], states: list[torch.Tensor], free: bool
@@ -180,8 +183,14 @@ class Drafter:
             for i in range(len(requests))
         ]
 
-    def _post_norm(self, output: torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]):
-        return output[0] if self.runner.use_aux_hidden_state_outputs else output
+    def _post_norm(self, output: Any) -> torch.Tensor:
+        """Hidden states after the final norm, of what a pass of the model returned."""
+        hidden: torch.Tensor = output[0] if self.runner.use_aux_hidden_state_outputs else output
+        return hidden
 
-    def _read_by_heads(self, output: torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]):
-        return output[1][0] if self.heads.reads == "pre_norm" else self._post_norm(output)
+    def _read_by_heads(self, output: Any) -> torch.Tensor:
+        """Hidden states in the form that the heads read."""
+        if self.heads.reads == "post_norm":
+            return self._post_norm(output)
+        hidden: torch.Tensor = output[1][0]
+        return hidden

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.outputs import SamplerOutput
 
 from vllm_tokenswift.draft.state import DraftState
@@ -51,6 +52,7 @@ class TokenSwiftRunnerMixin(_Runner):
     A platform supplies ``_make_tree_attention`` and may extend the loading hooks.
     """
 
+    scorer_cls: type[TreeScorer] = TreeScorer
     tree_attention: TreeAttention
     drafter: Any
 
@@ -58,12 +60,16 @@ class TokenSwiftRunnerMixin(_Runner):
         super().__init__(vllm_config, device)
         self.options = TokenSwiftOptions.from_dict(vllm_config.additional_config["tokenswift"])
         self.stats = Stats()
-        self.scorer = TreeScorer(
+        self.scorer = self.scorer_cls(
             self.model_config.get_vocab_size(),
             device,
             self.options,
             logprobs_mode=self.sampler.logprobs_mode,
             use_fp64_gumbel=self.sampler.use_fp64_gumbel,
+        )
+        # Each query row's place in it is written again only after the step that read it.
+        self._node_positions = torch.zeros(
+            self.max_num_tokens, dtype=torch.int64, pin_memory=PIN_MEMORY
         )
         self.request_states: dict[str, RequestState] = {}
         self._trees: dict[str, DraftTree] = {}  # drafted, not yet seen in a schedule
@@ -162,9 +168,9 @@ class TokenSwiftRunnerMixin(_Runner):
         self._dead_nodes = {}
         for rows in self._plan.branching:
             stop = rows.root_row + len(rows.tree) + 1
-            self.positions[rows.root_row : stop].copy_(
-                torch.from_numpy(rows.positions), non_blocking=True
-            )
+            positions = self._node_positions[rows.root_row : stop]
+            positions.numpy()[:] = rows.positions
+            self.positions[rows.root_row : stop].copy_(positions, non_blocking=True)
         return prepared
 
     def _make_plan(
@@ -206,7 +212,8 @@ class TokenSwiftRunnerMixin(_Runner):
 
     def _block_table(self) -> np.ndarray:
         """int32 ``[batch rows, blocks]``: physical blocks of the one KV cache group."""
-        return self.input_batch.block_table[0].get_numpy_array()
+        table: np.ndarray = self.input_batch.block_table[0].get_numpy_array()
+        return table
 
     # -- accept and commit --------------------------------------------------------
 
@@ -233,7 +240,8 @@ class TokenSwiftRunnerMixin(_Runner):
             self.stats.tokens_moved += self.tree_attention.commit(
                 self._plan, nodes, self._block_table()
             )
-        return SamplerOutput(sampled_token_ids(self._accepted, self.device), logprobs)
+        # On the host: vLLM's bookkeeping, their one reader, wants them there.
+        return SamplerOutput(sampled_token_ids(self._accepted, torch.device("cpu")), logprobs)
 
     def _bookkeeping_sync(
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any

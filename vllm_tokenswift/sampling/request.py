@@ -74,6 +74,7 @@ class RequestState:
             frequency=params.frequency_penalty,
             presence=params.presence_penalty,
         )
+        self.num_prompt = len(prompt)
         self.num_output = len(output)
 
         self.forbidden: torch.Tensor | None = None  # bool [vocab]

@@ -18,7 +18,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from vllm_tokenswift.sampling.constraints import Rows, apply_constraints, shape_distribution
 from vllm_tokenswift.sampling.logprobs import gather_logprobs, wants_logprobs
-from vllm_tokenswift.sampling.noise import noise_sampler
+from vllm_tokenswift.sampling.noise import PositionDraws, noise_sampler
 from vllm_tokenswift.sampling.params import PenaltyDefaults, RequestOptions, validate
 from vllm_tokenswift.sampling.request import RequestState
 from vllm_tokenswift.sampling.walk import Accepted, Place, RowGroup, Walk
@@ -78,10 +78,13 @@ class TreeScorer:
             options,
             prompt_token_ids,
             output_token_ids,
-            self._noise.new_draws(generator) if known is None else known.draws,
+            self._new_draws(generator) if known is None else known.draws,
             self.vocab_size,
             self.device,
         )
+
+    def _new_draws(self, generator: torch.Generator | None) -> PositionDraws:
+        return self._noise.new_draws(generator)
 
     def remove(self, req_id: str) -> None:
         """Forget a finished request (no error if it is not known)."""

@@ -1,0 +1,151 @@
+"""The scorer on CUDA against the general one, where nothing is left to chance, and its noise."""
+
+import numpy as np
+import pytest
+import torch
+from vllm.sampling_params import SamplingParams
+
+from vllm_tokenswift.cuda.scored_rows import path_tokens
+from vllm_tokenswift.cuda.seed_noise import SeedNoise
+from vllm_tokenswift.cuda.tree_scorer import CUDATreeScorer
+from vllm_tokenswift.sampling.params import PlainDefaults
+from vllm_tokenswift.sampling.scorer import RowGroup, TreeScorer
+from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
+
+VOCAB = 300
+WINDOW = {"penalty_theta": 1.5, "penalty_window": 6}
+TREE = DraftTree.build([5, 6, 7, 8, 6], [0, 1, 0, 3, 3])
+"""Paths: 5 6, 7 8 and 7 6."""
+
+
+def scorers(device: torch.device) -> tuple[CUDATreeScorer, TreeScorer]:
+    return (
+        CUDATreeScorer(VOCAB, device, PlainDefaults()),
+        TreeScorer(VOCAB, torch.device("cpu"), PlainDefaults()),
+    )
+
+
+def add(scorer: TreeScorer, req_id: str, params: SamplingParams) -> None:
+    generator = None
+    if params.seed is not None:
+        generator = torch.Generator().manual_seed(params.seed)
+    scorer.add(req_id, params, [1, 2, 3, 250], [4, 9], generator)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"extra_args": WINDOW},
+        {"repetition_penalty": 1.3, "extra_args": WINDOW},
+        {"bad_words": ["x"], "logit_bias": {7: 3.0}},
+        {"min_tokens": 4, "stop_token_ids": [5, 7]},
+    ],
+)
+def test_greedy_requests_emit_what_the_general_scorer_emits(
+    params: dict[str, object], device: torch.device
+) -> None:
+    sampling_params = SamplingParams(temperature=0.0, **params)  # type: ignore[arg-type]
+    sampling_params._bad_words_token_ids = [[5, 6], [8]] if "bad_words" in params else None
+    fast, general = scorers(device)
+    groups = [
+        RowGroup("a", TREE),
+        RowGroup("b", EMPTY_TREE, discard=True),
+        RowGroup("a", EMPTY_TREE),
+        RowGroup("c", DraftTree.chain([5, 6, 7])),
+    ]
+    for scorer in (fast, general):
+        for req_id in "abc":
+            add(scorer, req_id, sampling_params)
+    for seed in range(8):
+        logits = torch.randn(12, VOCAB, generator=torch.Generator().manual_seed(seed))
+        logits[:, 5:10] += 3.0  # draft tokens are likely, so that walks go on
+        actual, _ = fast.score(logits.to(device), groups)
+        expected, _ = general.score(logits, groups)
+        assert actual == expected
+
+
+def test_dead_nodes_end_the_walk(device: torch.device) -> None:
+    fast, _ = scorers(device)
+    add(fast, "a", SamplingParams(temperature=0.0))
+    logits = torch.zeros(6, VOCAB)
+    logits[0, 7] = logits[3, 8] = logits[4, 11] = 1.0
+    [alive], _ = fast.score(logits.to(device), [RowGroup("a", TREE)])
+    [dead], _ = fast.score(logits.to(device), [RowGroup("a", TREE, dead_nodes=frozenset([4]))])
+    assert (alive.nodes, alive.tokens) == ([3, 4], [7, 8, 11])
+    assert (dead.nodes, dead.tokens) == ([3], [7, 8])
+
+
+def test_drafts_do_not_change_what_a_seeded_request_samples(device: torch.device) -> None:
+    """Logits that depend on nothing but the depth: step by step, and as a chain of drafts."""
+    params = SamplingParams(temperature=0.8, min_p=0.05, seed=7, extra_args=WINDOW)
+    logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0)).to(device)
+    step_by_step, _ = scorers(device)
+    add(step_by_step, "a", params)
+    text: list[int] = []
+    for depth in range(5):
+        [accepted], _ = step_by_step.score(logits[depth : depth + 1], [RowGroup("a", EMPTY_TREE)])
+        step_by_step.commit("a", accepted.tokens)
+        text += accepted.tokens
+    at_once, _ = scorers(device)
+    add(at_once, "a", params)
+    [accepted], _ = at_once.score(logits, [RowGroup("a", DraftTree.chain(text[:4]))])
+    assert accepted.tokens == text
+
+
+def test_general_rows_sample_with_the_same_noise(device: torch.device) -> None:
+    """A bias of nothing makes a request general; its samples must not notice."""
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(3)).to(device)
+    emitted = []
+    for bias in (None, {0: 0.0}):
+        fast, _ = scorers(device)
+        add(fast, "a", SamplingParams(temperature=0.7, min_p=0.02, seed=3, logit_bias=bias))
+        emitted.append([fast.score(logits[i : i + 6], [RowGroup("a", TREE)])[0] for i in (0,)])
+    assert emitted[0] == emitted[1]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.0, "extra_args": WINDOW},
+        {"temperature": 0.7, "min_p": 0.1, "extra_args": WINDOW},
+        {"temperature": 0.7, "top_k": 20},
+    ],
+)
+def test_draft_distributions_are_those_of_the_general_scorer(
+    params: dict[str, object], device: torch.device
+) -> None:
+    fast, general = scorers(device)
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(5))
+    for scorer in (fast, general):
+        add(scorer, "a", SamplingParams(**params))  # type: ignore[arg-type]
+    actual = fast.constrain(logits.to(device), ["a", "a"]).cpu()
+    torch.testing.assert_close(actual, general.constrain(logits, ["a", "a"]))
+
+
+def test_processed_logits_are_the_whole_distribution(device: torch.device) -> None:
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(6))
+    params = SamplingParams(temperature=0.7, min_p=0.2, seed=1, logprobs=3)
+    found = []
+    for cls, where in ((CUDATreeScorer, device), (TreeScorer, torch.device("cpu"))):
+        scorer = cls(VOCAB, where, PlainDefaults(), logprobs_mode="processed_logprobs")
+        add(scorer, "a", params)
+        _, logprobs = scorer.score(logits.to(where), [RowGroup("a", EMPTY_TREE)])
+        assert logprobs is not None
+        found.append(logprobs.logprobs[:, 1:].cpu())
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_seed_of_any_int64_is_kept(device: torch.device) -> None:
+    for seed in (0, 7, -1, -(2**63), 2**63 - 1):
+        generator = torch.Generator()
+        generator.manual_seed(seed)
+        assert SeedNoise(generator).seed == seed
+
+
+def test_paths_are_those_of_the_tree() -> None:
+    assert path_tokens(TREE).tolist() == [[0, 0], [5, 0], [5, 6], [7, 0], [7, 8], [7, 6]]
+    chain = DraftTree.chain([3, 4])
+    assert path_tokens(chain).tolist() == [[0, 0], [3, 0], [3, 4]]
+    assert path_tokens(EMPTY_TREE).tolist() == [[0]]
+    assert np.all(path_tokens(DraftTree.build([-1, 2, 3], [0, 0, 1])) >= 0)

@@ -1,0 +1,155 @@
+"""The scorer on CUDA: one copy to the device, a handful of launches, one copy back.
+
+Requests whose parameters the kernels know (greedy; temperature, min-p or eta; the windowed
+penalty; seeds) cost no PyTorch operation of their own. What else a request may ask for
+(top-k, top-p, vLLM's penalties, biases, bad words, ...) is applied to its rows by the
+operations of :mod:`vllm_tokenswift.sampling.constraints`, before all rows are sampled
+together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from vllm.config.model import LogprobsMode
+
+from vllm_tokenswift.cuda.penalty import penalise_windows
+from vllm_tokenswift.cuda.scored_rows import Parameter, ScoredRows
+from vllm_tokenswift.cuda.scorer import sample_rows
+from vllm_tokenswift.cuda.seed_noise import SeedNoise
+from vllm_tokenswift.engine.staging import Staging
+from vllm_tokenswift.sampling.constraints import Rows, apply_constraints
+from vllm_tokenswift.sampling.noise import PositionDraws
+from vllm_tokenswift.sampling.params import PenaltyDefaults
+from vllm_tokenswift.sampling.scorer import TreeScorer
+from vllm_tokenswift.sampling.walk import Place, Walk
+from vllm_tokenswift.tree import EMPTY_TREE
+
+
+class CUDATreeScorer(TreeScorer):
+    """See :class:`~vllm_tokenswift.sampling.scorer.TreeScorer`.
+
+    Samples with the noise of vLLM's model runner V2, plain decoding's on CUDA: a seeded
+    request emits the tokens that it emits there.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        options: PenaltyDefaults,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+        use_fp64_gumbel: bool = False,
+    ) -> None:
+        super().__init__(vocab_size, device, options, logprobs_mode, use_fp64_gumbel)
+        self._sample_whole_trees = True  # in Triton's interpreter on a CPU as well
+        self._use_fp64 = use_fp64_gumbel
+        self._row_staging = Staging(self.device)
+        self._draft_staging = Staging(self.device)
+
+    def _new_draws(self, generator: torch.Generator | None) -> PositionDraws:
+        return SeedNoise(generator)
+
+    def constrain(self, logits: torch.Tensor, req_ids: Sequence[str]) -> torch.Tensor:
+        states = [self._states[req_id] for req_id in req_ids]
+        rows = ScoredRows.of(states, [EMPTY_TREE] * len(states))
+        parameters, *window = self._draft_staging.to_device(rows.parameters, *rows.window)
+        shaped = logits.to(torch.float32, copy=True)
+        shaped = self._shape_general(
+            shaped,
+            rows,
+            lambda index: Rows([states[i] for i in index], [[]] * len(index), self.device),
+        )
+        if window:
+            _penalise(shaped, window, parameters[Parameter.THETA])
+        if rows.has_random:
+            temperature = parameters[Parameter.TEMPERATURE].unsqueeze(1)
+            # 0 stands for greedy; such a row keeps its shape.
+            shaped.div_(temperature + (temperature == 0))
+        probabilities = shaped.softmax(dim=-1)
+        if rows.has_constraints:
+            # Drafts need no eta: what it cuts is not among the likeliest.
+            least = parameters[Parameter.MIN_P] * probabilities.amax(dim=-1)
+            probabilities.masked_fill_(probabilities < least.unsqueeze(1), 0.0)
+            probabilities.div_(probabilities.sum(dim=-1, keepdim=True))
+        return probabilities
+
+    def _walk_sampled(self, walk: Walk) -> None:
+        tokens = self._sample_rows(walk).tolist()
+        for root in walk.roots():
+            place: Place | None = root
+            while place is not None:
+                place = walk.step(place, tokens[walk.row(place)])
+
+    def _sample_rows(self, walk: Walk) -> torch.Tensor:
+        """The tokens of all logits rows, int64 ``[rows]``."""
+        trees = [group.tree for group in walk.groups]
+        rows = ScoredRows.of(walk.states, trees, all_general=walk.processed is not None)
+        seeds, positions, parameters, *window = self._row_staging.to_device(
+            rows.seeds, rows.positions, rows.parameters, *rows.window
+        )
+        logits = walk.logits
+        if window or rows.general.any():
+            logits = self._shape_general(
+                logits.to(torch.float32, copy=True),
+                rows,
+                lambda index: _rows_of(walk, index, self.device),
+            )
+        if window:
+            _penalise(logits, window, parameters[Parameter.THETA])
+        if walk.processed is not None:
+            walk.processed.copy_(logits)
+        return sample_rows(
+            logits,
+            seeds,
+            positions,
+            parameters[Parameter.TEMPERATURE],
+            parameters[Parameter.MIN_P],
+            parameters[Parameter.ETA_EPSILON],
+            parameters[Parameter.ETA_ALPHA],
+            use_fp64=self._use_fp64,
+            has_constraints=rows.has_constraints,
+        )
+
+    def _shape_general(
+        self,
+        logits: torch.Tensor,
+        rows: ScoredRows,
+        rows_at: Callable[[list[int]], Rows],
+    ) -> torch.Tensor:
+        """All constraints on the general rows; the others stay as they are.
+
+        logits: float32 ``[rows, vocab]``, may be overwritten; returns the result.
+        """
+        chosen = np.flatnonzero(rows.general).tolist()
+        if not chosen:
+            return logits
+        general = rows_at(chosen)
+        every = len(chosen) == len(logits)
+        index = None if every else torch.tensor(chosen, device=self.device)
+        part = logits if index is None else logits.index_select(0, index)
+        apply_constraints(part, general)
+        part = self._shape_random(part, general)
+        if index is None:
+            return part
+        logits[index] = part
+        return logits
+
+
+def _penalise(logits: torch.Tensor, window: Sequence[torch.Tensor], theta: torch.Tensor) -> None:
+    history, history_lens, window_sizes, owners, path, depths = window
+    penalise_windows(logits, history, history_lens, window_sizes, owners, path, depths, theta)
+
+
+def _rows_of(walk: Walk, index: Sequence[int], device: torch.device) -> Rows:
+    """The logits rows of a walk as the PyTorch operations take them."""
+    states, paths = [], []
+    for state, group in zip(walk.states, walk.groups, strict=True):
+        tokens = group.tree.tokens.tolist()
+        for node in range(len(tokens) + 1):
+            states.append(state)
+            # A placeholder (-1) is no token; nothing below it is walked to.
+            paths.append([max(tokens[i - 1], 0) for i in group.tree.path(node)])
+    return Rows([states[i] for i in index], [paths[i] for i in index], device)
