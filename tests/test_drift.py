@@ -72,6 +72,8 @@ def test_every_part_of_vllm_s_runner_that_ours_touches_is_in_the_seam_table() ->
 def _collect(tree: ast.Module, used: set[str], ours: set[str]) -> None:
     """Adds the names that a file reads on ``self`` or calls on ``super()``, and those that
     its own classes define."""
+    ours_before = set(ours)
+    overridden: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             for statement in node.body:
@@ -86,9 +88,12 @@ def _collect(tree: ast.Module, used: set[str], ours: set[str]) -> None:
         if isinstance(node.value, ast.Name) and node.value.id == "self":
             (ours if isinstance(node.ctx, ast.Store) else used).add(node.attr)
         elif isinstance(node.value, ast.Call) and ast.unparse(node.value) == "super()":
-            # An overridden method is a seam, though the name is defined here too.
-            used.add(node.attr)
-            ours.discard(node.attr)
+            overridden.add(node.attr)
+    # A method that ours extends is a seam, though the name is defined here too; unless an
+    # earlier file of ours began it.
+    overridden -= ours_before
+    ours -= overridden
+    used |= overridden
 
 
 def test_a_moved_seam_is_reported_by_name() -> None:
