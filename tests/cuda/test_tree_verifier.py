@@ -76,7 +76,9 @@ class Builder(TreeMetadataBuilder, StockBuilder):
     def __init__(self, device: torch.device, full_graphs: bool = False) -> None:
         self.tree_rows = TreeRowBuffers(8, 512, device)
         mode = SimpleNamespace(has_full_cudagraphs=lambda: full_graphs)
-        self.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
+        self.vllm_config = SimpleNamespace(
+            compilation_config=SimpleNamespace(cudagraph_mode=mode), num_speculative_tokens=9
+        )
 
 
 def stock_metadata(
@@ -269,6 +271,7 @@ def test_uniform_batches_take_the_tree_path_of_a_captured_graph(
         max_query_len=10,
         max_seq_len=47,
         query_start_loc=stock.query_start_loc,
+        query_start_loc_cpu=torch.from_numpy(batch.starts),
         seq_lens=stock.seq_lens,
         block_table_tensor=stock.block_table,
         slot_mapping=stock.slot_mapping,
@@ -283,6 +286,59 @@ def test_uniform_batches_take_the_tree_path_of_a_captured_graph(
     assert metadata["layer0"].trees.ancestors.data_ptr() == address
     output = batch.forward(metadata)[0]
     torch.testing.assert_close(output, batch.expected(0), atol=5e-5, rtol=5e-5)
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [
+        [(40, 0, BRANCHING.truncate(5))],
+        [(17, 0, CHAIN), (40, 0, BRANCHING.truncate(5)), (30, 0, NO_DRAFTS), (9, 0, BRANCHING)],
+    ],
+    ids=["one request", "several of different widths"],
+)
+def test_fewer_rows_run_in_the_shape_of_a_captured_graph(
+    requests: list[tuple[int, int, DraftTree]],
+    device: torch.device,
+    random_caches: Callable[..., CacheLayers],
+) -> None:
+    batch = Batch(requests, None, random_caches, device)
+    builder = Builder(device, full_graphs=True)
+    seam = batch.seam(builder)
+    stock = batch.metadata()["layer0"]
+    captured_width = 1 + builder.vllm_config.num_speculative_tokens
+    num_rows = captured_width * len(requests)
+    common = SimpleNamespace(
+        num_actual_tokens=num_rows,
+        num_reqs=len(requests),
+        max_query_len=stock.max_query_len,
+        max_seq_len=stock.max_seq_len,
+        query_start_loc=stock.query_start_loc,
+        query_start_loc_cpu=torch.from_numpy(batch.starts),
+        seq_lens=stock.seq_lens,
+        block_table_tensor=stock.block_table,
+        slot_mapping=stock.slot_mapping,
+    )
+    metadata = dict.fromkeys(batch.layers, builder.build(0, common))  # type: ignore[arg-type]
+    trees = metadata["layer0"].trees
+    assert (trees.num_rows, trees.max_rows) == (num_rows, captured_width)
+    rows = int(batch.starts[-1])
+
+    def forward(metadata: dict[str, Any]) -> torch.Tensor:
+        missing = num_rows - rows
+        pad = [
+            torch.nn.functional.pad(x[0], (0, 0, 0, 0, 0, missing))
+            for x in (batch.query, batch.key, batch.value)
+        ]
+        output = torch.zeros_like(pad[0])
+        layer = batch.layers["layer0"]
+        layer.impl.forward(layer, *pad, layer.kv_cache, metadata["layer0"], output)
+        return output[:rows]
+
+    plan, batch.plan = batch.plan, VerifyPlan()
+    torch.testing.assert_close(forward(metadata), batch.expected(0), atol=5e-5, rtol=5e-5)
+    batch.plan = plan
+    metadata, _ = seam.with_trees(metadata, plan, batch.starts, batch.lens, batch.table)
+    torch.testing.assert_close(forward(metadata), batch.expected(0), atol=5e-5, rtol=5e-5)
 
 
 def test_accepted_drafts_lie_where_plain_decoding_would_have_put_them(

@@ -8,7 +8,8 @@ The prefix part is FlashAttention 3's where that is there, else :func:`prefix_at
 From vllm/v1/attention/backends/{flash_attn,triton_attn}.py, alike in 0.32 and 0.33 here.
 
 CUDA graphs. Piecewise graphs run attention outside of the graphs. Full graphs are captured and
-replayed for batches in which every request has the same number of rows: such a batch
+replayed for batches in which every request has the same number of rows, or fewer with
+the missing ones as padding at the end (``cuda/runner.py``): such a batch
 always takes the tree path (its trees are chains unless :class:`CudaTreeAttention` fills in
 others), so that a captured graph and the step that replays it agree.
 """
@@ -81,12 +82,20 @@ class TreeMetadataBuilder:
         fast_build: bool = False,
     ) -> Any:
         stock = super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
-        width = common_attn_metadata.max_query_len
-        uniform = common_attn_metadata.num_actual_tokens == common_attn_metadata.num_reqs * width
-        graphs = self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
-        if not (graphs and uniform and 1 < width <= MAX_TREE_ROWS):
+        if not self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
             return stock
-        return self.with_rows(stock, self.tree_rows.uniform_chains(common_attn_metadata))
+        num_reqs = common_attn_metadata.num_reqs
+        num_rows = common_attn_metadata.num_actual_tokens
+        width = common_attn_metadata.max_query_len
+        if num_rows != num_reqs * width:
+            # Fewer rows, padded to the shape of a captured graph (the runner does so)?
+            captured = 1 + self.vllm_config.num_speculative_tokens
+            if width > captured or num_rows != num_reqs * captured:
+                return stock
+            width = captured
+        if not 1 < width <= MAX_TREE_ROWS:
+            return stock
+        return self.with_rows(stock, self.tree_rows.uniform_chains(common_attn_metadata, width))
 
     def extended(self, stock: Any, **extras: Any) -> Any:
         """The stock metadata as ours; what is not named stays."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
@@ -31,6 +32,47 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
         return CUDATreeAttention(
             layers, group.get_metadata_builder(), self.max_num_reqs, self.num_spec_tokens
         )
+
+    def _determine_batch_execution_and_padding(
+        self,
+        num_tokens: int,
+        num_reqs: int,
+        num_scheduled_tokens_np: np.ndarray,
+        max_num_scheduled_tokens: int,
+        **kwargs: Any,
+    ) -> Any:
+        """Steps of small trees take the full graph of the widest trees, where that costs no more.
+
+        vLLM captures full graphs for requests that all have ``1 + num_spec_tokens`` rows. With
+        fewer each, the rows that are missing are padding at the end: they write no KV, and no
+        request's attention reaches them (:meth:`TreeRowBuffers.uniform_chains`).
+        """
+        width = self.uniform_decode_query_len
+        padded = num_reqs * width
+        if (
+            kwargs.get("force_uniform_decode") is None
+            and max_num_scheduled_tokens <= width
+            and num_tokens < padded <= self.max_num_tokens
+            and self.vllm_config.parallel_config.data_parallel_size == 1
+            and self._pays_padding(num_tokens, padded)
+        ):
+            execution = super()._determine_batch_execution_and_padding(
+                padded, num_reqs, num_scheduled_tokens_np, width, **kwargs
+            )
+            if execution[0] is CUDAGraphMode.FULL:
+                return execution
+        return super()._determine_batch_execution_and_padding(
+            num_tokens, num_reqs, num_scheduled_tokens_np, max_num_scheduled_tokens, **kwargs
+        )
+
+    def _pays_padding(self, num_tokens: int, padded: int) -> bool:
+        """By what passes cost without full graphs: where the host is slow, all cost the same."""
+        drafting = getattr(self, "drafting", None)  # not there while graphs are captured
+        if drafting is None:
+            return False
+        cost = drafting.planner.cost
+        longest: float = cost.verify_ms(padded)
+        return longest <= 1.05 * cost.verify_ms(num_tokens)
 
     def forward_rows(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:
         """The pass runs through the piecewise CUDA graphs that vLLM captured for verify passes.

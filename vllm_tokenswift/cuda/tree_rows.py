@@ -66,20 +66,27 @@ class TreeRowBuffers:
         self._chain_np = pack_ancestors(chain)
         self._chain = torch.from_numpy(self._chain_np).to(device)
 
-    def uniform_chains(self, common: CommonAttentionMetadata) -> TreeRows:
-        """All requests as chains of ``max_query_len`` rows, by work on the device alone.
+    def uniform_chains(self, common: CommonAttentionMetadata, width: int) -> TreeRows:
+        """All requests as chains of at most ``width`` rows, by work on the device alone.
 
-        For batches in which every request has that many rows (padded ones aside): the
-        same addresses and launches for equal shapes, as a CUDA graph needs.
+        For batches that run with ``width`` rows a request in all, padding at the end
+        included: the same addresses and launches for equal shapes, as a CUDA graph needs.
         """
-        num_reqs, width = common.num_reqs, common.max_query_len
+        num_reqs = common.num_reqs
         starts = common.query_start_loc
         prefix_lens = self._prefix_lens.gpu[:num_reqs]
         torch.sub(common.seq_lens[:num_reqs], starts[1:], out=prefix_lens)
         # A padded request has no rows and nothing cached.
         prefix_lens.add_(starts[:-1]).clamp_(min=0)
         ancestors = self._ancestors.gpu[: num_reqs * width]
-        ancestors.view(num_reqs, width, 2).copy_(self._chain[:width])
+        widths = np.diff(common.query_start_loc_cpu[: num_reqs + 1].numpy())
+        if num_reqs == 1 or ((widths == width) | (widths == 0)).all():
+            ancestors.view(num_reqs, width, 2).copy_(self._chain[:width])
+        else:
+            rows = torch.arange(num_reqs * width, dtype=torch.int32, device=ancestors.device)
+            request = torch.searchsorted(starts[1:], rows, right=True).clamp_(max=num_reqs - 1)
+            node = (rows - starts[request]).clamp_(max=width - 1)
+            torch.index_select(self._chain, 0, node, out=ancestors)
         return TreeRows(num_reqs * width, width, starts, prefix_lens, common.max_seq_len, ancestors)
 
     def fill(
