@@ -35,4 +35,5 @@ class TokenSwiftCPUWorker(cpu_worker.CPUWorker):
 
     def tokenswift_stats(self) -> dict[str, Any]:
         """Counters of this worker, see :class:`vllm_tokenswift.metrics.Stats`."""
-        return self.model_runner.stats.as_dict()
+        stats: dict[str, Any] = self.model_runner.stats.as_dict()
+        return stats
