@@ -61,7 +61,7 @@ class Stats:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            **{name: value for name, value in vars(self).items()},
+            **vars(self),
             "drafted_by_source": dict(self.drafted_by_source),
             "accepted_by_source": dict(self.accepted_by_source),
         }

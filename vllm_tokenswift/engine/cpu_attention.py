@@ -47,7 +47,7 @@ class DraftMetadata(CPUAttentionMetadata):
 
 
 class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
-    def forward(  # type: ignore[no-untyped-def, override]
+    def forward(  # type: ignore[no-untyped-def]
         self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
     ) -> torch.Tensor:
         if isinstance(attn_metadata, ChainMetadata):

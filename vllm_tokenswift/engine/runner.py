@@ -25,6 +25,7 @@ from vllm_tokenswift.engine.drafting import Drafter, DraftRequest
 from vllm_tokenswift.engine.requests import RequestState
 from vllm_tokenswift.engine.tree_attention import TreeAttention
 from vllm_tokenswift.engine.verify_plan import NO_TREES, TreeRows, VerifyPlan
+from vllm_tokenswift.heads.skip_weights import skip_head_weights
 from vllm_tokenswift.metrics import Stats
 from vllm_tokenswift.options import TokenSwiftOptions
 from vllm_tokenswift.partial_kv.table import DraftBlockTable, Mode
@@ -84,6 +85,7 @@ class TokenSwiftRunnerMixin(_Runner):
         raise NotImplementedError
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        skip_head_weights()  # a released checkpoint holds target and heads in one folder
         super().load_model(*args, **kwargs)
         heads = self.drafter.heads
         if heads is not None and heads.reads == "pre_norm":
