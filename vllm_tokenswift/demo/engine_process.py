@@ -92,6 +92,9 @@ def _environment() -> dict[str, str]:
     environment = dict(os.environ)
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     environment["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
+    # One process for all: on few cores the engine's polling processes and the worker's threads
+    # would take each other's time.
+    environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     if openmp.exists():
         preloaded = environment.get("LD_PRELOAD")
