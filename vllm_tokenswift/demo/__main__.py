@@ -47,7 +47,7 @@ def main() -> int:
         "rows can break one differently than a pass of one row",
     )
     parser.add_argument("--model", help="another model than the embedded one")
-    parser.add_argument("--heads", help="a checkpoint of draft heads for it")
+    parser.add_argument("--heads", help="a checkpoint of draft heads for it (default: its own)")
     parser.add_argument("--out", type=Path, default=Path("demo-output"), help="a folder")
     arguments = parser.parse_args()
 
@@ -58,8 +58,9 @@ def main() -> int:
         "seed": arguments.seed,
     }
     options: dict[str, Any] = {"method": "tokenswift"}
-    if arguments.heads:
-        options["heads"] = arguments.heads
+    heads = arguments.heads or (None if arguments.model else demo_model.HEADS)
+    if heads:
+        options["heads"] = heads
     texts = requests(arguments.tokens, arguments.seed)
     print(f"plain vLLM, {arguments.dtype}: starting", flush=True)
     plain = run(Job({**engine, "logits_processors": [WINDOWED_PENALTY]}, texts))

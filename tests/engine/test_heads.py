@@ -1,0 +1,46 @@
+"""Drafts of heads, on the draft pass's hidden state and on the verify pass's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_kit import engine, generate, prompt_of, runner_of, tokenswift
+from vllm import SamplingParams
+
+from vllm_tokenswift.heads.model import DraftHeads
+from vllm_tokenswift.heads.target import TargetShape
+from vllm_tokenswift.heads.writing import write_own
+
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=80, ignore_eos=True),
+    SamplingParams(temperature=0.6, seed=2, min_p=0.05, max_tokens=80, ignore_eos=True),
+]
+
+
+@pytest.fixture(scope="module", params=["linear", "released"])
+def heads(request, tiny_model, tmp_path_factory):
+    """Untrained heads: they predict what their input predicts, now and then rightly."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(tiny_model)
+    torch.manual_seed(0)
+    made = DraftHeads(request.param, 3, config.hidden_size, config.rms_norm_eps)
+    out = tmp_path_factory.mktemp(request.param)
+    target = TargetShape.from_config(config)
+    write_own(made, out, target_name="tiny", target=target, training={})
+    return out
+
+
+@pytest.mark.parametrize("self_draft", ["off", "always"])
+def test_tokens_are_plain_vllms_whatever_the_heads_say(tiny_model, heads, self_draft):
+    prompts = [prompt_of(20, 0), prompt_of(45, 1)]
+    with engine(tiny_model) as llm:
+        plain = generate(llm, prompts, PARAMS)
+    options = {"heads": str(heads), "self_draft": self_draft, "ngram_k": 0, "suffix_max_match": 0}
+    with engine(tiny_model, **tokenswift(**options)) as llm:
+        assert generate(llm, prompts, PARAMS) == plain
+        stats = runner_of(llm).stats
+    source = "free_heads" if self_draft == "off" else "heads"
+    assert stats.drafted_by_source[source] > 100
+    if self_draft == "always":
+        assert stats.accepted_by_source["self"] > 0.8 * stats.drafted_by_source["self"]
