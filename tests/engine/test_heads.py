@@ -40,7 +40,14 @@ def test_tokens_are_plain_vllms_whatever_the_heads_say(tiny_model, heads, self_d
     with engine(tiny_model, **tokenswift(**options)) as llm:
         assert generate(llm, prompts, PARAMS) == plain
         stats = runner_of(llm).stats
-    source = "free_heads" if self_draft == "off" else "heads"
-    assert stats.drafted_by_source[source] > 100
-    if self_draft == "always":
-        assert stats.accepted_by_source["self"] > 0.8 * stats.drafted_by_source["self"]
+        source = "free_heads" if self_draft == "off" else "heads"
+        assert stats.drafted_by_source[source] > 100
+        if self_draft == "always":
+            # Within the budget the pass reads the whole cache: greedily, it is the target.
+            before = stats.as_dict()
+            generate(llm, prompts, PARAMS[0])
+            drafted, accepted = (
+                getattr(stats, name)["self"] - before[name]["self"]
+                for name in ("drafted_by_source", "accepted_by_source")
+            )
+            assert accepted >= 0.95 * drafted > 0

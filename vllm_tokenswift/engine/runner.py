@@ -25,7 +25,7 @@ from vllm_tokenswift.engine.drafting import Drafter, DraftRequest
 from vllm_tokenswift.engine.requests import RequestState
 from vllm_tokenswift.engine.tree_attention import TreeAttention
 from vllm_tokenswift.engine.verify_plan import NO_TREES, TreeRows, VerifyPlan
-from vllm_tokenswift.heads.skip_weights import skip_head_weights
+from vllm_tokenswift.heads.skip_weights import head_weights_skipped
 from vllm_tokenswift.metrics import Stats
 from vllm_tokenswift.options import TokenSwiftOptions
 from vllm_tokenswift.partial_kv.table import DraftBlockTable, Mode
@@ -85,8 +85,8 @@ class TokenSwiftRunnerMixin(_Runner):
         raise NotImplementedError
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        skip_head_weights()  # a released checkpoint holds target and heads in one folder
-        super().load_model(*args, **kwargs)
+        with head_weights_skipped():  # a released checkpoint holds target and heads in one folder
+            super().load_model(*args, **kwargs)
         heads = self.drafter.heads
         if heads is not None and heads.reads == "pre_norm":
             num_layers = self.model_config.hf_text_config.num_hidden_layers

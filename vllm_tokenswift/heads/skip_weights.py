@@ -14,20 +14,25 @@ What upstream change would remove it: a documented list of weight names to ignor
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 HEAD_WEIGHTS = re.compile(r"^(?:model\.)?medusa_layers\.")
 
 
-def skip_head_weights() -> None:
-    """Make vLLM's weight loader of this process pass over the heads of a checkpoint.
+@contextmanager
+def head_weights_skipped() -> Iterator[None]:
+    """While a model is loaded inside, vLLM's weight loader passes over a checkpoint's heads.
 
-    Call in the worker before the model is loaded, and only when TokenSwift is asked for.
-    Calling it again changes nothing.
+    Put back afterwards: another engine of the process finds vLLM as it was.
     """
     from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 
-    mapper = AutoWeightsLoader.REMOVE_UNUSED_ROTARY_EMBEDS_MAPPER
-    if HEAD_WEIGHTS not in mapper.orig_to_new_regex:
-        AutoWeightsLoader.REMOVE_UNUSED_ROTARY_EMBEDS_MAPPER = mapper | WeightsMapper(
-            orig_to_new_regex={HEAD_WEIGHTS: None}
-        )
+    stock = AutoWeightsLoader.REMOVE_UNUSED_ROTARY_EMBEDS_MAPPER
+    AutoWeightsLoader.REMOVE_UNUSED_ROTARY_EMBEDS_MAPPER = stock | WeightsMapper(
+        orig_to_new_regex={HEAD_WEIGHTS: None}
+    )
+    try:
+        yield
+    finally:
+        AutoWeightsLoader.REMOVE_UNUSED_ROTARY_EMBEDS_MAPPER = stock
