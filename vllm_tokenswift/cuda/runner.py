@@ -16,6 +16,7 @@ from vllm_tokenswift.cuda.tree_scorer import CUDATreeScorer
 from vllm_tokenswift.cuda.tree_verifier import CUDATreeAttention
 from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
 from vllm_tokenswift.engine.tree_attention import TreeAttention
+from vllm_tokenswift.engine.worker_mixin import TokenSwiftWorkerMixin
 
 
 class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
@@ -106,16 +107,6 @@ def _first_rows(output: Any, num_rows: int) -> Any:
     return hidden[:num_rows], [states[:num_rows] for states in auxiliary]
 
 
-class TokenSwiftGPUWorker(Worker):
+class TokenSwiftGPUWorker(TokenSwiftWorkerMixin, Worker):
     def _make_model_runner(self) -> GPUModelRunner:
         return TokenSwiftGPUModelRunner(self.vllm_config, self.device)
-
-    def compile_or_warm_up_model(self) -> Any:
-        times = super().compile_or_warm_up_model()
-        self.model_runner.start_drafting()
-        return times
-
-    def tokenswift_stats(self) -> dict[str, Any]:
-        """Counters of this worker, see :class:`vllm_tokenswift.metrics.Stats`."""
-        stats: dict[str, Any] = self.model_runner.stats.as_dict()
-        return stats

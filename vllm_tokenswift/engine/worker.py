@@ -1,13 +1,14 @@
-"""The worker classes that ``parallel_config.worker_cls`` leads to."""
+"""The CPU worker that ``parallel_config.worker_cls`` leads to."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
 
 from vllm.v1.worker import cpu_worker
+
+from vllm_tokenswift.engine.worker_mixin import TokenSwiftWorkerMixin
 
 
 @contextmanager
@@ -21,19 +22,9 @@ def _substituted(module: ModuleType, name: str, replacement: type) -> Iterator[N
         setattr(module, name, stock)
 
 
-class TokenSwiftCPUWorker(cpu_worker.CPUWorker):
+class TokenSwiftCPUWorker(TokenSwiftWorkerMixin, cpu_worker.CPUWorker):
     def init_device(self) -> None:
         from vllm_tokenswift.engine.cpu_runner import TokenSwiftCPUModelRunner
 
         with _substituted(cpu_worker, "CPUModelRunner", TokenSwiftCPUModelRunner):
             super().init_device()
-
-    def compile_or_warm_up_model(self) -> Any:
-        times = super().compile_or_warm_up_model()
-        self.model_runner.start_drafting()
-        return times
-
-    def tokenswift_stats(self) -> dict[str, Any]:
-        """Counters of this worker, see :class:`vllm_tokenswift.metrics.Stats`."""
-        stats: dict[str, Any] = self.model_runner.stats.as_dict()
-        return stats

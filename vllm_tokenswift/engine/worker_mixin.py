@@ -1,0 +1,24 @@
+"""What TokenSwift's workers for CPU and CUDA share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker as _Worker
+else:
+    _Worker = object
+
+
+class TokenSwiftWorkerMixin(_Worker):
+    """To be placed before one of vLLM's V1 worker classes in the bases."""
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        self.model_runner.start_drafting()
+        return times
+
+    def tokenswift_stats(self) -> dict[str, Any]:
+        """Counters of this worker, see :class:`vllm_tokenswift.metrics.Stats`."""
+        stats: dict[str, Any] = self.model_runner.stats.as_dict()
+        return stats
