@@ -81,19 +81,21 @@ class TreeMetadataBuilder:
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Any:
-        stock = super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
-        if not self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
-            return stock
         num_reqs = common_attn_metadata.num_reqs
         num_rows = common_attn_metadata.num_actual_tokens
-        width = common_attn_metadata.max_query_len
-        if num_rows != num_reqs * width:
-            # Fewer rows, padded to the shape of a captured graph (the runner does so)?
-            captured = 1 + self.vllm_config.num_speculative_tokens
-            if width > captured or num_rows != num_reqs * captured:
-                return stock
-            width = captured
-        if not 1 < width <= MAX_TREE_ROWS:
+        # In a captured shape all requests have as many rows, padding at the end included.
+        width = num_rows // num_reqs
+        uniform = num_rows == num_reqs * width and width >= common_attn_metadata.max_query_len
+        trees = (
+            self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+            and uniform
+            and 1 < width <= MAX_TREE_ROWS
+        )
+        # The tree path has a schedule of its own, of the prefixes.
+        stock = super().build(  # type: ignore[misc]
+            common_prefix_len, common_attn_metadata, fast_build or trees
+        )
+        if not trees:
             return stock
         return self.with_rows(stock, self.tree_rows.uniform_chains(common_attn_metadata, width))
 

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import CUDAGraphMode
-from vllm.forward_context import get_forward_context
+from vllm.compilation.cuda_graph import CUDAGraphStat
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import BatchDescriptor, get_forward_context, set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_tokenswift.cuda.backend import tree_backends
+from vllm_tokenswift.cuda.draft_graphs import GraphedDraftPass, first_rows
+from vllm_tokenswift.cuda.graph_shapes import TreeGraphDispatcher, graph_widths
 from vllm_tokenswift.cuda.tree_scorer import CUDATreeScorer
 from vllm_tokenswift.cuda.tree_verifier import CUDATreeAttention
+from vllm_tokenswift.draft.cost import CostModel
+from vllm_tokenswift.engine.cost_curve import Pass, Shape
+from vllm_tokenswift.engine.draft_pass import DraftPass
 from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
 from vllm_tokenswift.engine.tree_attention import TreeAttention
 from vllm_tokenswift.engine.worker_mixin import TokenSwiftWorkerMixin
@@ -21,6 +30,13 @@ from vllm_tokenswift.engine.worker_mixin import TokenSwiftWorkerMixin
 
 class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
     scorer_cls = CUDATreeScorer
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self.graphs = TreeGraphDispatcher(vllm_config, graph_widths(self.num_spec_tokens))
+        self.cudagraph_dispatcher = self.graphs
+        # What vLLM itself takes for uniform are plain decodes; graphs for trees are ours.
+        self.uniform_decode_query_len = 1
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with tree_backends(self.vllm_config):
@@ -42,38 +58,132 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
         max_num_scheduled_tokens: int,
         **kwargs: Any,
     ) -> Any:
-        """Steps of small trees take the full graph of the widest trees, where that costs no more.
-
-        vLLM captures full graphs for requests that all have ``1 + num_spec_tokens`` rows. With
-        fewer each, the rows that are missing are padding at the end: they write no KV, and no
-        request's attention reaches them (:meth:`TreeRowBuffers.uniform_chains`).
-        """
-        width = self.uniform_decode_query_len
-        padded = num_reqs * width
+        """Steps with trees take a full graph that is wide enough, where its padding is not dear."""
+        shape = None
+        forced = kwargs.get("force_uniform_decode")
         if (
-            kwargs.get("force_uniform_decode") is None
-            and max_num_scheduled_tokens <= width
-            and num_tokens < padded <= self.max_num_tokens
+            max_num_scheduled_tokens > 1
+            and forced is not False
+            and not kwargs.get("force_eager")
             and self.vllm_config.parallel_config.data_parallel_size == 1
-            and self._pays_padding(num_tokens, padded)
         ):
-            execution = super()._determine_batch_execution_and_padding(
-                padded, num_reqs, num_scheduled_tokens_np, width, **kwargs
+            shape = self.graphs.wide(num_reqs, max_num_scheduled_tokens)
+        if shape is None or not (forced or self._pays_padding(num_tokens, shape.num_tokens)):
+            return super()._determine_batch_execution_and_padding(
+                num_tokens, num_reqs, num_scheduled_tokens_np, max_num_scheduled_tokens, **kwargs
             )
-            if execution[0] is CUDAGraphMode.FULL:
-                return execution
-        return super()._determine_batch_execution_and_padding(
-            num_tokens, num_reqs, num_scheduled_tokens_np, max_num_scheduled_tokens, **kwargs
-        )
+        stat = None
+        if self.vllm_config.observability_config.cudagraph_metrics:
+            stat = CUDAGraphStat(
+                num_unpadded_tokens=num_tokens,
+                num_padded_tokens=shape.num_tokens,
+                num_paddings=shape.num_tokens - num_tokens,
+                runtime_mode=str(CUDAGraphMode.FULL),
+            )
+        return CUDAGraphMode.FULL, shape, False, None, stat
+
+    def _warmup_and_capture(self, desc: BatchDescriptor, *args: Any, **kwargs: Any) -> None:
+        if desc.uniform and desc.num_reqs is not None:
+            self.uniform_decode_query_len = desc.num_tokens // desc.num_reqs
+        try:
+            super()._warmup_and_capture(desc, *args, **kwargs)
+        finally:
+            self.uniform_decode_query_len = 1
 
     def _pays_padding(self, num_tokens: int, padded: int) -> bool:
-        """By what passes cost without full graphs: where the host is slow, all cost the same."""
-        drafting = getattr(self, "drafting", None)  # not there while graphs are captured
+        """Whether the padded graph is cheaper than a pass whose attention the host launches."""
+        drafting = getattr(self, "drafting", None)  # not there while vLLM warms up
         if drafting is None:
             return False
-        cost = drafting.planner.cost
-        longest: float = cost.verify_ms(padded)
-        return longest <= 1.05 * cost.verify_ms(num_tokens)
+        cost: CostModel = drafting.planner.cost
+        return cost.verify_ms(padded) <= max(cost.verify_ms(num_tokens), cost.host_bound_ms)
+
+    # -- passes ------------------------------------------------------------------
+
+    def start_drafting(self) -> None:
+        super().start_drafting()
+        draft_pass = self.drafting.draft_pass
+        if isinstance(draft_pass, GraphedDraftPass):
+            draft_pass.capture()
+
+    def make_draft_pass(self) -> DraftPass:
+        if not self.graphs.wide_shapes:  # no full graphs
+            return super().make_draft_pass()
+        table = self.draft_table()
+        return GraphedDraftPass(self, table.budget_blocks)
+
+    def verify_shapes(self) -> list[Shape]:
+        """Captured shapes: one request at every width, then more requests at the widest."""
+        widths = self.graphs.widths
+        if not self.graphs.wide_shapes:
+            return super().verify_shapes()
+        shapes = [Shape((1,), (1,))]
+        for narrower, width in pairwise(widths):
+            # Trees between two widths cost what the wider graph costs.
+            shapes.append(Shape((width,), (narrower + 1, width)))
+        for count, width in self.graphs.wide_shapes:
+            if width == widths[-1] and count > 1:
+                shapes.append(Shape((width,) * count, (count * width,)))
+        return shapes
+
+    def host_bound_pass(self, query_lens: Sequence[int], context: int) -> Pass:
+        return super().trial_pass(query_lens, context)
+
+    def trial_pass(self, query_lens: Sequence[int], context: int) -> Pass:
+        count, width = len(query_lens), max(query_lens)
+        mode, shape = self.graphs.dispatch(count, uniform_decode=True)
+        if width > 1:
+            wide = self.graphs.wide(count, width)
+            mode = CUDAGraphMode.NONE if wide is None else CUDAGraphMode.FULL
+            shape = wide or shape
+        if mode is not CUDAGraphMode.FULL or min(query_lens) != width:
+            return super().trial_pass(query_lens, context)
+        return self._replay(shape, context)
+
+    def _replay(self, shape: BatchDescriptor, context: int) -> Pass:
+        """A captured pass over blocks of the empty cache, ``context`` tokens each request."""
+        attention = self.tree_attention
+        assert isinstance(attention, CUDATreeAttention)
+        assert shape.num_reqs is not None
+        count, num_rows = shape.num_reqs, shape.num_tokens
+        width = num_rows // count
+        self.query_start_loc.np[: count + 1] = np.arange(count + 1) * width
+        self.query_start_loc.copy_to_gpu()
+        self.seq_lens[:count] = context + width
+        num_blocks = -(-(context + width) // attention.block_size)
+        blocks = self.input_batch.block_table[0]
+        table = blocks.get_device_tensor(count)
+        table[:, :num_blocks] = torch.arange(1, num_blocks + 1, device=self.device)
+        slots = blocks.slot_mapping.gpu[:num_rows].fill_(-1)  # nothing is written
+        common = CommonAttentionMetadata(
+            query_start_loc=self.query_start_loc.gpu[: count + 1],
+            query_start_loc_cpu=self.query_start_loc.cpu[: count + 1],
+            seq_lens=self.seq_lens[:count],
+            num_reqs=count,
+            num_actual_tokens=num_rows,
+            max_query_len=width,
+            max_seq_len=context + width,
+            block_table_tensor=table,
+            slot_mapping=slots,
+        )
+        # The graph reads what building this fills: schedule, ancestors, lengths.
+        metadata = dict.fromkeys(attention.layer_names, attention.builder.build(0, common))
+        slots_of = dict.fromkeys(attention.layer_names, slots)
+
+        def target_pass() -> Any:
+            with set_forward_context(
+                metadata,
+                self.vllm_config,
+                num_tokens=num_rows,
+                cudagraph_runtime_mode=CUDAGraphMode.FULL,
+                batch_descriptor=shape,
+                slot_mapping=slots_of,
+            ):
+                return self._model_forward(
+                    input_ids=self.input_ids.gpu[:num_rows], positions=self.positions[:num_rows]
+                )
+
+        return target_pass
 
     def forward_rows(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:
         """The pass runs through the piecewise CUDA graphs that vLLM captured for verify passes.
@@ -96,15 +206,7 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
             buffer[num_rows:].zero_()
         context = get_forward_context()
         context.cudagraph_runtime_mode, context.batch_descriptor = mode, descriptor
-        return _first_rows(super().forward_rows(ids_buffer, positions_buffer), num_rows)
-
-
-def _first_rows(output: Any, num_rows: int) -> Any:
-    """Hidden states of the first rows, and of the auxiliary ones beside them."""
-    if isinstance(output, torch.Tensor):
-        return output[:num_rows]
-    hidden, auxiliary = output
-    return hidden[:num_rows], [states[:num_rows] for states in auxiliary]
+        return first_rows(super().forward_rows(ids_buffer, positions_buffer), num_rows)
 
 
 class TokenSwiftGPUWorker(TokenSwiftWorkerMixin, Worker):

@@ -5,6 +5,7 @@ See :class:`~vllm_tokenswift.engine.tree_attention.TreeAttention` for what is as
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -154,16 +155,28 @@ class CUDATreeAttention:
         if common.max_query_len > 1 and getattr(stock, "trees", None) is None:
             # Several rows a request stand for a verify pass: they take its path.
             stock = self.builder.with_rows(stock, self.builder.tree_rows.fill(starts, seq_lens, ()))
-        base = self.builder.extended(stock)
-        of_layers = [{"block_table": table} for table in tables.unbind()]
+        extras: list[dict[str, torch.Tensor]] = [{} for _ in self.layer_names]
         if len(query_rows):
             shape = (num_layers, len(query_rows), self.num_heads, self.cache.head_size)
             kept = torch.empty(shape, dtype=self.cache.dtype, device=rows.device)
-            for layer, queries in zip(of_layers, kept.unbind(), strict=True):
+            for layer, queries in zip(extras, kept.unbind(), strict=True):
                 layer |= {"query_rows": rows, "kept_queries": queries}
+        return self._by_layer(stock, tables, extras)
+
+    def by_layer(self, common: CommonAttentionMetadata, tables: torch.Tensor) -> LayerMetadata:
+        """Metadata of one row a request, each layer with its block table of ``tables``.
+
+        tables: int32 ``[layers, requests, blocks]`` on the device.
+        """
+        return self._by_layer(self.builder.build(0, common), tables, [{}] * len(tables))
+
+    def _by_layer(
+        self, stock: Any, tables: torch.Tensor, extras: Sequence[dict[str, torch.Tensor]]
+    ) -> LayerMetadata:
+        base = self.builder.extended(stock)
         return {
-            name: _with_fields(base, layer)
-            for name, layer in zip(self.layer_names, of_layers, strict=True)
+            name: _with_fields(base, {"block_table": table, **extra})
+            for name, table, extra in zip(self.layer_names, tables.unbind(), extras, strict=True)
         }
 
     def block_masses(

@@ -30,6 +30,8 @@ class CostModel:
         request), or empty where there is none; further requests add what they add to a
         verify pass.
     heads_ms: what free heads cost a step: the heads, and the LM head once more.
+    host_bound_ms: the least that a pass takes which is not one CUDA graph, because the host
+        launches its attention; 0 where there are no such graphs.
 
     Raises ValueError for values that no machine has.
     """
@@ -40,6 +42,7 @@ class CostModel:
     chain_context_ms_per_token: float = 0.0
     draft_points: Points = ()
     heads_ms: float = 0.0
+    host_bound_ms: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.verify_points:
@@ -49,7 +52,13 @@ class CostModel:
             if any(not (size >= 0 and ms > 0) for size, ms in points):
                 raise ValueError(f"{name} must hold sizes >= 0 and times > 0, got {points}")
             object.__setattr__(self, name, points)
-        for name in ("context_ms_per_token", "chain_ms", "chain_context_ms_per_token", "heads_ms"):
+        for name in (
+            "context_ms_per_token",
+            "chain_ms",
+            "chain_context_ms_per_token",
+            "heads_ms",
+            "host_bound_ms",
+        ):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
 

@@ -8,8 +8,10 @@ from one rank's clock alone would differ between ranks and hang them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,44 +26,74 @@ LONG_CONTEXT_TOKENS = 4096
 REPETITIONS = 5
 
 
+Pass = Callable[[], Any]
+"""One pass of the target over some rows; returns what the model returns."""
+MakePass = Callable[[Sequence[int], int], Pass]
+"""(query rows of each request, tokens before them) -> a pass to be timed."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A verify pass to be timed, and the numbers of rows of which it is the cost."""
+
+    query_lens: tuple[int, ...]
+    num_rows: tuple[int, ...]
+
+
+def single_request_shapes(max_nodes: int) -> list[Shape]:
+    """One request, with the root and more and more drafts."""
+    largest = max_nodes + 1
+    sizes = [n for n in (1, 2, 3, 5, 9, 17, 33, 65, 129) if n < largest] + [largest]
+    return [Shape((n,), (n,)) for n in sizes]
+
+
 class CostCurve:
     """Times verify and draft passes.
 
-    model: ``(input_ids, positions) -> hidden states`` of the first rows, called inside
-    the forward context; logits: what turns them into logits rows; heads: drafts from
-    one hidden state with the free heads, None where there are none.
+    make_pass: makes the passes; logits: what turns their output into logits rows; heads:
+    drafts from one hidden state with the free heads, None where there are none; host_bound:
+    makes passes outside of full CUDA graphs, None where all are.
     """
 
     def __init__(
         self,
-        vllm_config: VllmConfig,
         attention: TreeAttention,
-        model: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-        logits: Callable[[torch.Tensor], torch.Tensor | None],
+        make_pass: MakePass,
+        logits: Callable[[Any], object],
         heads: Callable[[], object] | None,
+        host_bound: MakePass | None,
         device: torch.device,
     ) -> None:
-        self.vllm_config = vllm_config
         self.attention = attention
-        self.model = model
+        self.make_pass = make_pass
         self.logits = logits
         self.heads = heads
+        self.host_bound = host_bound
         self.device = device
 
-    def measure(self, num_blocks: int, max_nodes: int, max_model_len: int) -> CostModel:
-        """num_blocks: blocks of the cache (all still empty); max_nodes: node budget."""
-        largest = max_nodes + 1
-        sizes = [n for n in (1, 2, 3, 5, 9, 17, 33, 65, 129) if n < largest] + [largest]
+    def measure(self, shapes: Sequence[Shape], num_blocks: int, max_model_len: int) -> CostModel:
+        """shapes: ascending, the first a plain decode; num_blocks: blocks of the (empty) cache."""
+        most_rows = max(max(shape.query_lens) for shape in shapes)
         long = min(
             LONG_CONTEXT_TOKENS,
-            max_model_len - largest,
-            (num_blocks - 1) * self.attention.block_size - largest,
+            max_model_len - most_rows,
+            (num_blocks - 1) * self.attention.block_size - most_rows,
         )
         short = min(32, long)
-        verify = [(n, self._pass_ms([n], short)) for n in sizes]
+        verify = [
+            (n, ms)
+            for shape in shapes
+            for ms in [self._pass_ms(shape.query_lens, short)]
+            for n in shape.num_rows
+        ]
         heads_ms = 0.0 if self.heads is None else self._median_ms(self.heads)
+        host_bound_ms = (
+            0.0 if self.host_bound is None else self._median_ms(self.host_bound([1], short))
+        )
         if long <= 2 * short:
-            return self._agreed(CostModel(tuple(verify), heads_ms=heads_ms))
+            return self._agreed(
+                CostModel(tuple(verify), heads_ms=heads_ms, host_bound_ms=host_bound_ms)
+            )
         plain_long = self._pass_ms([1], long)
         context = max(0.0, (plain_long - verify[0][1]) / (long - short))
         # Side chains: as many sequences of one row instead of one of as many rows.
@@ -77,7 +109,9 @@ class CostCurve:
             chain_short = max(0.0, per_chain[0] - chain_context * short)
         draft = ((short, verify[0][1]), (long, plain_long))
         return self._agreed(
-            CostModel(tuple(verify), context, chain_short, chain_context, draft, heads_ms)
+            CostModel(
+                tuple(verify), context, chain_short, chain_context, draft, heads_ms, host_bound_ms
+            )
         )
 
     def _agreed(self, cost: CostModel) -> CostModel:
@@ -86,38 +120,10 @@ class CostCurve:
             return cost
         return CostModel.from_json(group.broadcast_object(cost.to_json(), src=0))
 
-    def _pass_ms(self, query_lens: list[int], context: int) -> float:
+    def _pass_ms(self, query_lens: Sequence[int], context: int) -> float:
         """Median time of a target pass with its logits, every query after ``context`` tokens."""
-        attention = self.attention
-        num_tokens = sum(query_lens)
-        # Block 0 is vLLM's null block; the cache is empty, so any blocks may be read and written.
-        num_blocks = -(-(context + max(query_lens)) // attention.block_size)
-        blocks = np.arange(1, num_blocks + 1, dtype=np.int32)
-        tables = np.tile(blocks, (len(attention.layer_names), len(query_lens), 1))
-        seq_lens = np.asarray([context + n for n in query_lens], np.int32)
-        starts = np.cumsum([0, *query_lens]).astype(np.int32)
-        positions = np.concatenate([context + np.arange(n) for n in query_lens])
-        slots = torch.from_numpy(
-            blocks[positions // attention.block_size].astype(np.int64) * attention.block_size
-            + positions % attention.block_size
-        ).to(self.device)
-        metadata = attention.draft_metadata(
-            tables, seq_lens, slots, np.empty(0, np.int64), query_start_loc=starts
-        )
-        input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=self.device)
-        rope = torch.from_numpy(positions).to(self.device)
-
-        def target_pass() -> None:
-            with set_forward_context(
-                metadata,
-                self.vllm_config,
-                num_tokens=num_tokens,
-                slot_mapping=dict.fromkeys(attention.layer_names, slots),
-            ):
-                hidden = self.model(input_ids, rope)
-            self.logits(hidden)
-
-        return self._median_ms(target_pass)
+        target_pass = self.make_pass(query_lens, context)
+        return self._median_ms(lambda: self.logits(target_pass()))
 
     def _median_ms(self, work: Callable[[], object]) -> float:
         times = []
@@ -132,3 +138,45 @@ class CostCurve:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def attention_pass(
+    vllm_config: VllmConfig,
+    attention: TreeAttention,
+    model: Callable[[torch.Tensor, torch.Tensor], Any],
+    query_lens: Sequence[int],
+    context: int,
+    device: torch.device,
+) -> Pass:
+    """A pass through the attention that serves requests, over blocks of the empty cache.
+
+    model: ``(input_ids, positions) -> hidden states``, called inside the forward context.
+    """
+    num_tokens = sum(query_lens)
+    # Block 0 is vLLM's null block; the cache is empty, so any blocks may be read and written.
+    num_blocks = -(-(context + max(query_lens)) // attention.block_size)
+    blocks = np.arange(1, num_blocks + 1, dtype=np.int32)
+    tables = np.tile(blocks, (len(attention.layer_names), len(query_lens), 1))
+    seq_lens = np.asarray([context + n for n in query_lens], np.int32)
+    starts = np.cumsum([0, *query_lens]).astype(np.int32)
+    positions = np.concatenate([context + np.arange(n) for n in query_lens])
+    slots = torch.from_numpy(
+        blocks[positions // attention.block_size].astype(np.int64) * attention.block_size
+        + positions % attention.block_size
+    ).to(device)
+    metadata = attention.draft_metadata(
+        tables, seq_lens, slots, np.empty(0, np.int64), query_start_loc=starts
+    )
+    input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+    rope = torch.from_numpy(positions).to(device)
+
+    def target_pass() -> Any:
+        with set_forward_context(
+            metadata,
+            vllm_config,
+            num_tokens=num_tokens,
+            slot_mapping=dict.fromkeys(attention.layer_names, slots),
+        ):
+            return model(input_ids, rope)
+
+    return target_pass

@@ -9,10 +9,12 @@ it, so nothing approximate survives in the full cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
@@ -88,9 +90,31 @@ class DraftPass:
             slots[i] = int(row.blocks[block]) * block_size + offset
         ranking = [i for i, row in enumerate(rows) if row.table.needs_selection(row.num_tokens)]
 
-        n = len(rows)
         token_ids = np.array([row.token for row in rows], np.int32)
         positions = np.array([row.num_tokens - 1 for row in rows], np.int64)
+        output, metadata = self.forward(tables, seq_lens, slots, token_ids, positions, ranking)
+        for query_index, i in enumerate(ranking):
+            self._rank(metadata, query_index, rows[i])
+        self.last = DraftPassRecord(
+            {row.req_id: blocks for row, blocks in zip(rows, logical, strict=True)},
+            [rows[i].req_id for i in ranking],
+        )
+        return output
+
+    def forward(
+        self,
+        tables: npt.NDArray[np.int32],
+        seq_lens: npt.NDArray[np.int32],
+        slots: npt.NDArray[np.int64],
+        token_ids: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int64],
+        ranking: Sequence[int],
+    ) -> tuple[Any, LayerMetadata]:
+        """What the model returns for the rows, and the metadata it ran with.
+
+        tables: ``[layers, rows, blocks]``, physical; ranking: rows whose query is kept.
+        """
+        attention, n = self.attention, len(token_ids)
         slot_mapping, token_ids_d, positions_d = self._staging.to_device(
             slots, token_ids, positions
         )
@@ -105,15 +129,7 @@ class DraftPass:
             num_tokens=n,
             slot_mapping=dict.fromkeys(attention.layer_names, slot_mapping),
         ):
-            output = self.model(self.input_ids[:n], self.positions[:n])
-
-        for query_index, i in enumerate(ranking):
-            self._rank(metadata, query_index, rows[i])
-        self.last = DraftPassRecord(
-            {row.req_id: blocks for row, blocks in zip(rows, logical, strict=True)},
-            [rows[i].req_id for i in ranking],
-        )
-        return output
+            return self.model(self.input_ids[:n], self.positions[:n]), metadata
 
     def _logical_blocks(self, row: DraftRow, num_layers: int) -> np.ndarray:
         if row.table.needs_selection(row.num_tokens):

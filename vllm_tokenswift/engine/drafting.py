@@ -13,7 +13,7 @@ from vllm_tokenswift.draft.candidates import HeadCandidates
 from vllm_tokenswift.draft.planner import DraftRequest as PlannedRequest
 from vllm_tokenswift.draft.planner import PlanMode, Planner
 from vllm_tokenswift.engine.cost_curve import CostCurve
-from vllm_tokenswift.engine.draft_pass import DraftPass, DraftRow
+from vllm_tokenswift.engine.draft_pass import DraftRow
 from vllm_tokenswift.engine.requests import RequestState
 from vllm_tokenswift.engine.staging import Staging
 from vllm_tokenswift.tree import DraftTree
@@ -48,25 +48,15 @@ class Drafter:
         self.options = runner.options
         self.heads = runner.drafter.heads
         self._staging = Staging(runner.device)
-        self.draft_pass = DraftPass(
-            runner.vllm_config,
-            runner.tree_attention,
-            runner.forward_rows,
-            runner.input_ids.gpu,
-            runner.positions,
-        )
+        self.draft_pass = runner.make_draft_pass()
         cost = CostCurve(
-            runner.vllm_config,
             runner.tree_attention,
-            runner.forward_rows,
+            runner.trial_pass,
             lambda output: runner.model.compute_logits(self._post_norm(output)),
             self._heads_alone if self.heads is not None else None,
+            runner.host_bound_pass,
             runner.device,
-        ).measure(
-            runner.kv_cache_config.num_blocks,
-            runner.num_spec_tokens,
-            runner.max_model_len,
-        )
+        ).measure(runner.verify_shapes(), runner.kv_cache_config.num_blocks, runner.max_model_len)
         self.planner = Planner(cost, self.options.budget_tokens, cast(PlanMode, self.options.plan))
 
     def draft(

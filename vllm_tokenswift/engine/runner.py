@@ -13,16 +13,28 @@ Everything that must follow a verify pass is done in ``_sample`` and
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.outputs import SamplerOutput
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_tokenswift.draft.state import DraftState
+from vllm_tokenswift.engine.cost_curve import (
+    MakePass,
+    Pass,
+    Shape,
+    attention_pass,
+    single_request_shapes,
+)
+from vllm_tokenswift.engine.draft_pass import DraftPass
 from vllm_tokenswift.engine.drafting import Drafter, DraftRequest
 from vllm_tokenswift.engine.requests import RequestState
+from vllm_tokenswift.engine.staging import Staging
+from vllm_tokenswift.engine.step_inputs import StepInputs, logits_layout
 from vllm_tokenswift.engine.tree_attention import TreeAttention
 from vllm_tokenswift.engine.verify_plan import NO_TREES, TreeRows, VerifyPlan
 from vllm_tokenswift.heads.skip_weights import head_weights_skipped
@@ -72,6 +84,8 @@ class TokenSwiftRunnerMixin(_Runner):
         self._node_positions = torch.zeros(
             self.max_num_tokens, dtype=torch.int64, pin_memory=PIN_MEMORY
         )
+        self._staging = Staging(device)
+        self.step_inputs = StepInputs(self)
         self.request_states: dict[str, RequestState] = {}
         self._trees: dict[str, DraftTree] = {}  # drafted, not yet seen in a schedule
         self._plan: VerifyPlan = NO_TREES
@@ -101,6 +115,33 @@ class TokenSwiftRunnerMixin(_Runner):
     def forward_rows(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:
         """A pass of the target over some rows; call it inside a forward context."""
         return self._model_forward(input_ids=input_ids, positions=positions)
+
+    def make_draft_pass(self) -> DraftPass:
+        return DraftPass(
+            self.vllm_config,
+            self.tree_attention,
+            self.forward_rows,
+            self.input_ids.gpu,
+            self.positions,
+        )
+
+    # What the cost curve times.
+
+    host_bound_pass: MakePass | None = None
+
+    def verify_shapes(self) -> list[Shape]:
+        return single_request_shapes(self.num_spec_tokens)
+
+    def trial_pass(self, query_lens: Sequence[int], context: int) -> Pass:
+        """A verify pass as a step runs it, of requests that have ``context`` tokens each."""
+        return attention_pass(
+            self.vllm_config,
+            self.tree_attention,
+            self.forward_rows,
+            query_lens,
+            context,
+            self.device,
+        )
 
     # -- requests come and go ---------------------------------------------------
 
@@ -137,13 +178,7 @@ class TokenSwiftRunnerMixin(_Runner):
         prompt = request.prompt_token_ids
         self.scorer.add(req_id, params, prompt, request.output_token_ids, request.generator)
         options = self.options
-        table = DraftBlockTable(
-            Mode(options.partial_kv),
-            self.tree_attention.block_size,
-            options.budget_tokens,
-            options.sink_tokens,
-            options.refresh_tokens,
-        )
+        table = self.draft_table()
         draft = DraftState(options.ngram_n, options.ngram_k, options.suffix_max_match)
         draft.extend(prompt)
         draft.extend(request.output_token_ids)
@@ -153,6 +188,17 @@ class TokenSwiftRunnerMixin(_Runner):
             speculate=RequestOptions.from_sampling_params(params, options).tokenswift,
             chain_only=params.structured_outputs is not None,
             max_output_tokens=params.max_tokens or self.max_model_len,
+        )
+
+    def draft_table(self) -> DraftBlockTable:
+        """The draft block table of a new request."""
+        options = self.options
+        return DraftBlockTable(
+            Mode(options.partial_kv),
+            self.tree_attention.block_size,
+            options.budget_tokens,
+            options.sink_tokens,
+            options.refresh_tokens,
         )
 
     def _forget_request(self, req_id: str) -> None:
@@ -165,15 +211,26 @@ class TokenSwiftRunnerMixin(_Runner):
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
     ) -> Any:
-        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         self._plan = self._make_plan(scheduler_output, num_scheduled_tokens)
         self._dead_nodes = {}
+        if num_scheduled_tokens.max() <= 1 + self.num_spec_tokens:
+            return self.step_inputs.fill(num_scheduled_tokens, self._plan)
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         for rows in self._plan.branching:
             stop = rows.root_row + len(rows.tree) + 1
             positions = self._node_positions[rows.root_row : stop]
             positions.numpy()[:] = rows.positions
             self.positions[rows.root_row : stop].copy_(positions, non_blocking=True)
         return prepared
+
+    def _calc_spec_decode_metadata(
+        self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
+    ) -> SpecDecodeMetadata:
+        num_rows = num_draft_tokens + 1
+        ends = np.cumsum(num_rows)
+        rows = np.arange(ends[-1]) + np.repeat(cu_num_scheduled_tokens - ends, num_rows)
+        [indices] = self._staging.to_device(rows.astype(np.int32))
+        return logits_layout(indices, num_draft_tokens)
 
     def _make_plan(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
