@@ -95,6 +95,9 @@ def _environment() -> dict[str, str]:
     # One process for all: on few cores the engine's polling processes and the worker's threads
     # would take each other's time.
     environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    # GB. vLLM's CPU build would take most of the machine's memory and touch all of it; on a
+    # machine that is short of it every engine then runs at the pace of the swapping.
+    environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     if openmp.exists():
         preloaded = environment.get("LD_PRELOAD")
