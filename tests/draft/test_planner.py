@@ -10,7 +10,7 @@ from vllm_tokenswift.draft.cost import CostModel
 from vllm_tokenswift.draft.planner import DraftRequest, Planner
 from vllm_tokenswift.draft.replay import noisy_heads, replay
 from vllm_tokenswift.draft.state import DraftState
-from vllm_tokenswift.tree import DraftTree, Source
+from vllm_tokenswift.tree import Source
 
 CPU = CostModel(
     verify_points=((1, 18.4), (5, 22.2), (9, 26.7), (17, 34.2)),
@@ -217,15 +217,6 @@ def test_free_heads_are_drafted_once_they_are_seen_to_hit() -> None:
     bad = noisy_heads(text, [[0.02], [0.01]], free=True)
     assert replay(text, Planner(CPU), 8, free_heads=good).speed_up > 1.3
     assert replay(text, Planner(CPU), 8, free_heads=bad).speed_up > 0.98
-
-
-def test_counters_tell_what_was_drafted_and_accepted() -> None:
-    state = DraftState()
-    state.observe(DraftTree.build([1, 2, 3], [0, 1, 0], [Source.SUFFIX] * 2 + [Source.NGRAM]), [1])
-    assert state.counters.drafted[Source.SUFFIX] == 2
-    assert state.counters.accepted[Source.SUFFIX] == 1
-    assert state.counters.drafted[Source.NGRAM] == 1
-    assert state.counters.accepted[Source.NGRAM] == 0
 
 
 def test_an_unknown_plan_is_refused() -> None:

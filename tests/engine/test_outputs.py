@@ -82,3 +82,4 @@ def test_counters_add_up_to_what_was_written(tiny_model):
     assert stats["num_emitted_tokens"] == stats["num_iterations"] + stats["num_accepted_tokens"]
     assert sum(stats["drafted_by_source"].values()) == stats["num_draft_tokens"]
     assert sum(stats["accepted_by_source"].values()) == stats["num_accepted_tokens"]
+    assert stats["decisions"]["drafted"] >= stats["num_drafting_iterations"] > 0

@@ -84,7 +84,6 @@ def replay(
         step_ms += cost.verify_ms(1 + len(tree), done) + chains * cost.chain_cost_ms(done)
         plain_ms += sum(cost.verify_ms(1, done + i) for i in range(len(emitted)))
         began = time.process_time()
-        state.observe(tree, accepted)
         state.extend(emitted)
         planning_s += time.process_time() - began
         done += len(emitted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 from vllm_tokenswift.draft.candidates import (
     NO_CELL,
@@ -13,7 +14,7 @@ from vllm_tokenswift.draft.candidates import (
     Offer,
     PathOffer,
 )
-from vllm_tokenswift.draft.counters import DraftCounters
+from vllm_tokenswift.draft.foresight import Foresight
 from vllm_tokenswift.draft.gain import GainModel
 from vllm_tokenswift.draft.ngrams import NgramTable
 from vllm_tokenswift.draft.source_gain import (
@@ -22,7 +23,6 @@ from vllm_tokenswift.draft.source_gain import (
     SourceGain,
 )
 from vllm_tokenswift.draft.suffix import Match, SuffixIndex
-from vllm_tokenswift.tree import DraftTree
 
 # Occurrences of the text's end that are offered besides the longest one.
 _MAX_MATCHES = 3
@@ -40,6 +40,9 @@ class DraftState:
 
     n, k: see :class:`NgramTable`. max_match: see :class:`SuffixIndex`; 0 switches suffix
     matching off.
+
+    ``last_heads``: what heads were among the candidates last asked for, which are those
+    that the current drafts were taken from.
     """
 
     def __init__(self, n: int = 4, k: int = 20, max_match: int = 16) -> None:
@@ -48,7 +51,7 @@ class DraftState:
         self.gains = GainModel()
         self.self_draft = SourceGain(SELF_DRAFT_PRIOR)
         self.free_heads = SourceGain(FREE_HEADS_PRIOR)
-        self.counters = DraftCounters()
+        self.last_heads: HeadCandidates | None = None
         self.num_tokens = 0
         self._last_token = -1
         self._offers: list[Offer] = []
@@ -91,12 +94,14 @@ class DraftState:
                 return
             handle = below
 
-    def observe(self, tree: DraftTree, accepted_nodes: Sequence[int]) -> None:
-        """Count a verified tree; accepted_nodes are its nodes on the accepted path (from 1)."""
-        self.counters.observe(tree, accepted_nodes)
+    def candidates(
+        self, heads: HeadCandidates | None, max_depth: int, foresight: Foresight | None = None
+    ) -> list[Offer]:
+        """What every source offers to follow the bonus token, at most ``max_depth`` deep.
 
-    def candidates(self, heads: HeadCandidates | None, max_depth: int) -> list[Offer]:
-        """What every source offers to follow the bonus token, at most ``max_depth`` deep."""
+        foresight: says which of the heads' first tokens are followed up in the text.
+        """
+        self.last_heads = heads
         if self.num_tokens == 0 or max_depth <= 0:
             return []
         if self._plain_offers is None or self._plain_depth != max_depth:
@@ -104,7 +109,7 @@ class DraftState:
             self._plain_depth = max_depth
         self._offers = list(self._plain_offers)
         if heads is not None:
-            self._offers += self._head_offers(heads, max_depth)
+            self._offers += self._head_offers(heads, max_depth, foresight)
         return self._offers
 
     def _text_offers(self, max_depth: int) -> list[Offer]:
@@ -127,16 +132,19 @@ class DraftState:
             offers.append(NgramOffer(self.gains, ngrams, total, max_depth))
         return offers
 
-    def _head_offers(self, heads: HeadCandidates, max_depth: int) -> list[Offer]:
+    def _head_offers(
+        self, heads: HeadCandidates, max_depth: int, foresight: Foresight | None
+    ) -> list[Offer]:
         """The heads, and what the text says may follow their first tokens."""
         widths = [len(row) for row in heads.tokens[:max_depth]]
         offers: list[Offer] = [HeadOffer(self.gains, heads, widths)]
         if max_depth < 2 or not widths:
             return offers
-        followed = zip(
-            heads.tokens[0][:_FOLLOWED_HEAD_TOKENS], heads.probabilities[0], strict=False
-        )
-        for token, probability in followed:
+        firsts = list(zip(heads.probabilities[0], heads.tokens[0], strict=True))
+        if foresight is not None:
+            firsts = [(foresight.chance(p, 0, token), token) for p, token in firsts]
+            firsts.sort(key=itemgetter(0), reverse=True)
+        for probability, token in firsts[:_FOLLOWED_HEAD_TOKENS]:
             if probability < _FOLLOWED_HEAD_PROBABILITY:
                 continue
             matches = self.suffix.match_after(token) if self.suffix is not None else []

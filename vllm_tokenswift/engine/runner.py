@@ -325,7 +325,6 @@ class TokenSwiftRunnerMixin(_Runner):
             tree = trees.get(req_id, EMPTY_TREE)
             self.scorer.commit(req_id, accepted.tokens)
             if req_id not in self._placeholders:
-                state.draft.observe(tree, accepted.nodes)
                 self.stats.observe(tree, accepted.nodes, len(accepted.tokens))
             state.draft.extend(accepted.tokens)
         return result

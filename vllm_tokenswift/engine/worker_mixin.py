@@ -19,6 +19,7 @@ class TokenSwiftWorkerMixin(_Worker):
         return times
 
     def tokenswift_stats(self) -> dict[str, Any]:
-        """Counters of this worker, see :class:`vllm_tokenswift.metrics.Stats`."""
-        stats: dict[str, Any] = self.model_runner.stats.as_dict()
-        return stats
+        """Counters of this worker: those of :class:`vllm_tokenswift.metrics.Stats`, and
+        ``decisions``, see :class:`vllm_tokenswift.draft.planner.Planner`."""
+        runner = self.model_runner
+        return {**runner.stats.as_dict(), "decisions": dict(runner.drafting.planner.decisions)}
