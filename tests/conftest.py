@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from vllm_tokenswift.demo_model import CHECKPOINT_NAME
+from vllm_tokenswift.home import cache_home
 
 # Before vLLM is imported by any test: no model hub, no statistics.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -26,12 +30,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Costs measured by tests neither come from the user's home nor go there.
+
+    The demo model, which takes long to make, is the user's.
+    """
+    home = tmp_path_factory.mktemp("tokenswift-home")
+    (home / CHECKPOINT_NAME).symlink_to(cache_home() / CHECKPOINT_NAME)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOKENSWIFT_HOME", str(home))
+        yield home
+
+
 @pytest.fixture(scope="session")
-def demo_model() -> Path:
+def demo_model(own_home: Path) -> Path:
     """The converted demo model; made first where it is missing."""
     from vllm_tokenswift import demo_model
 
-    return demo_model.prepare()
+    return demo_model.prepare((own_home / CHECKPOINT_NAME).readlink())
 
 
 @pytest.fixture(scope="session")

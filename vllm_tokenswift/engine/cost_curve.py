@@ -73,13 +73,7 @@ class CostCurve:
 
     def measure(self, shapes: Sequence[Shape], num_blocks: int, max_model_len: int) -> CostModel:
         """shapes: ascending, the first a plain decode; num_blocks: blocks of the (empty) cache."""
-        most_rows = max(max(shape.query_lens) for shape in shapes)
-        long = min(
-            LONG_CONTEXT_TOKENS,
-            max_model_len - most_rows,
-            (num_blocks - 1) * self.attention.block_size - most_rows,
-        )
-        short = min(32, long)
+        short, long = self.contexts(shapes, num_blocks, max_model_len)
         verify = [
             (n, ms)
             for shape in shapes
@@ -113,6 +107,18 @@ class CostCurve:
                 tuple(verify), context, chain_short, chain_context, draft, heads_ms, host_bound_ms
             )
         )
+
+    def contexts(
+        self, shapes: Sequence[Shape], num_blocks: int, max_model_len: int
+    ) -> tuple[int, int]:
+        """The short and the long context, in tokens, at which passes are timed."""
+        most_rows = max(max(shape.query_lens) for shape in shapes)
+        long = min(
+            LONG_CONTEXT_TOKENS,
+            max_model_len - most_rows,
+            (num_blocks - 1) * self.attention.block_size - most_rows,
+        )
+        return min(32, long), long
 
     def _agreed(self, cost: CostModel) -> CostModel:
         group = get_tp_group()

@@ -1,0 +1,44 @@
+"""One tensor-parallel rank of two: ``RANK PORT OUT`` (see test_cost_cache.py).
+
+Each rank is given a home and measures costs of its own, others every time. It asks twice, as
+an engine that starts twice; what it would plan with goes to OUT, a line each time.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+from vllm_tokenswift.draft.cost import CostModel
+
+KEY = {"machine": "a test's"}
+
+
+def agree(rank: int, port: str) -> list[CostModel]:
+    os.environ["VLLM_DIST_IDENT"] = port  # as vLLM's executor sets it
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import (
+        get_tp_group,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+
+    from vllm_tokenswift.engine.cost_cache import measured_once
+
+    def measure(ms: float) -> CostModel:
+        own = CostModel(((1, ms + rank),))
+        return CostModel.from_json(get_tp_group().broadcast_object(own.to_json(), src=0))
+
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(
+            2, rank, f"tcp://127.0.0.1:{port}", local_rank=rank, backend="gloo"
+        )
+        initialize_model_parallel(2)
+        return [measured_once(KEY, partial(measure, ms)) for ms in (10.0, 20.0)]
+
+
+if __name__ == "__main__":
+    rank, port, out = sys.argv[1:]
+    Path(out).write_text("\n".join(cost.to_json() for cost in agree(int(rank), port)))

@@ -1,0 +1,154 @@
+"""Measured costs are kept for the same machine and configuration, and for no other."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cost_cache_rank import KEY
+from engine_kit import engine, runner_of, tokenswift
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_tokenswift.draft.cost import CostModel
+from vllm_tokenswift.engine.cost_cache import (
+    cost_folder,
+    cost_key,
+    cost_path,
+    read_cost,
+    write_cost,
+)
+from vllm_tokenswift.engine.cost_curve import CostCurve, single_request_shapes
+from vllm_tokenswift.heads.model import DraftHeads
+
+COST = CostModel(((1, 18.4), (5, 22.2)), 0.001, 0.5, 0.002, ((512, 17.0),), 1.5)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TOKENSWIFT_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def test_a_kept_curve_is_read_for_its_key_alone(home: Path) -> None:
+    assert read_cost(KEY) is None
+    write_cost(KEY, COST)
+    assert read_cost(KEY) == COST
+    assert read_cost({**KEY, "machine": "another"}) is None
+    assert [path.parent for path in home.rglob("*.json")] == [cost_folder()]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "\x00" * 100,
+        json.dumps({"key": KEY}),
+        json.dumps({"key": KEY, "cost": {"verify_points": [[1, -3.0]]}}),
+        json.dumps({"key": {**KEY, "machine": "another"}, "cost": json.loads(COST.to_json())}),
+    ],
+)
+def test_a_broken_or_foreign_file_is_not_believed_and_is_replaced(home: Path, text: str) -> None:
+    cost_folder().mkdir(parents=True)
+    cost_path(KEY).write_text(text)
+    assert read_cost(KEY) is None
+    write_cost(KEY, COST)
+    assert read_cost(KEY) == COST
+
+
+def test_a_home_that_cannot_be_written_stops_nobody(home: Path) -> None:
+    home.write_text("a file where the folder should be")
+    write_cost(KEY, COST)
+    assert read_cost(KEY) is None
+
+
+def test_nothing_is_left_beside_the_file(home: Path) -> None:
+    write_cost(KEY, COST)
+    write_cost(KEY, COST)
+    assert list(cost_folder().iterdir()) == [cost_path(KEY)]
+
+
+def key_of(model: Path, **changes: Any) -> dict[str, Any]:
+    given = {"dtype": "float32", "max_nodes": 8, "contexts": (32, 512), "heads": None, **changes}
+    config = EngineArgs(
+        str(model), dtype=given["dtype"], skip_tokenizer_init=True, enforce_eager=True
+    ).create_engine_config()
+    attention: Any = SimpleNamespace(block_size=given.get("block_size", 32), max_side_chains=8)
+    curve = CostCurve(attention, None, None, None, None, torch.device("cpu"))  # type: ignore[arg-type]
+    shapes = single_request_shapes(given["max_nodes"])
+    return dict(cost_key(config, curve, given["heads"], shapes, given["contexts"]))
+
+
+def test_every_part_of_the_configuration_has_a_file_of_its_own(
+    home: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "deeper"
+    other.mkdir()
+    config = json.loads((tiny_model / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    keys = [
+        key_of(tiny_model),
+        key_of(tiny_model, dtype="bfloat16"),
+        key_of(tiny_model, max_nodes=9),
+        key_of(tiny_model, contexts=(32, 256)),
+        key_of(tiny_model, block_size=64),
+        key_of(tiny_model, heads=DraftHeads("linear", 3, 128, 1e-6)),
+        key_of(tiny_model, heads=DraftHeads("released", 3, 128, 1e-6)),
+        key_of(other),
+    ]
+    assert len({cost_path(key) for key in keys}) == len(keys)
+    assert cost_path(key_of(tiny_model)) == cost_path(keys[0])
+    write_cost(keys[0], COST)
+    assert read_cost(key_of(tiny_model)) == COST
+
+
+def test_a_copy_of_a_model_costs_what_the_model_costs(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((tiny_model / "config.json").read_text())
+    assert key_of(tmp_path) == key_of(tiny_model)
+
+
+def test_two_ranks_plan_with_what_the_first_one_measured_or_had_kept(
+    home: Path, tmp_path: Path
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    outs = [tmp_path / f"rank{rank}.json" for rank in range(2)]
+    homes = [home, tmp_path / "home of rank 1"]
+    script = Path(__file__).parent / "cost_cache_rank.py"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), port, outs[rank]],
+            env={**os.environ, "TOKENSWIFT_HOME": str(homes[rank])},
+        )
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
+    planned_with = [
+        CostModel.from_json(line) for out in outs for line in out.read_text().splitlines()
+    ]
+    assert planned_with == [CostModel(((1, 10.0),))] * 4
+    assert read_cost(KEY) == planned_with[0]
+    assert not homes[1].exists()
+
+
+@pytest.mark.engine
+def test_an_engine_that_starts_again_plans_with_the_kept_curve(
+    home: Path, tiny_model: Path
+) -> None:
+    with engine(tiny_model, **tokenswift()) as llm:
+        measured = runner_of(llm).drafting.planner.cost
+    [path] = cost_folder().iterdir()
+    kept = json.loads(path.read_text())
+    assert CostModel.from_json(json.dumps(kept["cost"])) == measured
+    write_cost(kept["key"], COST)
+    with engine(tiny_model, **tokenswift()) as llm:
+        assert runner_of(llm).drafting.planner.cost == COST

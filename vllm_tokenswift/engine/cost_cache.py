@@ -1,0 +1,185 @@
+"""Keeps measured cost curves, so that an engine that starts again need not measure.
+
+One JSON file for each model shape, machine and configuration, in ``cost_folder()``:
+``{"key": what it was measured for, "cost": the CostModel}``. A file is used as it is, however
+old: the key holds everything known to change the times, this package's source included. What
+it cannot hold is what else the machine was doing; a curve measured while it was busy is
+measured again once its file is deleted. A file that is broken, or written for another key, is
+replaced.
+
+Rank 0 alone reads and writes; all ranks get what it read, or measure together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed import get_tp_group
+from vllm.logger import init_logger
+
+import vllm_tokenswift
+from vllm_tokenswift.draft.cost import CostModel
+from vllm_tokenswift.engine.cost_curve import CostCurve, Shape
+from vllm_tokenswift.heads.model import DraftHeads
+from vllm_tokenswift.home import cache_home
+
+if TYPE_CHECKING:
+    from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
+
+Key = Mapping[str, Any]
+"""What a curve was measured for, in plain JSON values."""
+
+_CPU_INFO = Path("/proc/cpuinfo")
+
+logger = init_logger(__name__)
+
+
+def cached_cost(runner: TokenSwiftRunnerMixin, curve: CostCurve) -> CostModel:
+    """The cost model of the runner's engine: the cached one, or measured and cached now.
+
+    To be called on every rank, and the same on every rank.
+    """
+    shapes = runner.verify_shapes()
+    num_blocks, max_model_len = runner.kv_cache_config.num_blocks, runner.max_model_len
+    contexts = curve.contexts(shapes, num_blocks, max_model_len)
+    return measured_once(
+        cost_key(runner.vllm_config, curve, runner.drafter.heads, shapes, contexts),
+        lambda: curve.measure(shapes, num_blocks, max_model_len),
+    )
+
+
+def measured_once(key: Key, measure: Callable[[], CostModel]) -> CostModel:
+    """The cost model kept for ``key``; else what ``measure`` returns on all ranks, kept by rank 0.
+
+    A folder that cannot be read or written costs a warning and the measurement.
+    """
+    group = get_tp_group()
+    cost = read_cost(key) if group.rank_in_group == 0 else None
+    if group.world_size > 1:
+        text = group.broadcast_object(None if cost is None else cost.to_json(), src=0)
+        cost = None if text is None else CostModel.from_json(text)
+    if cost is not None:
+        return cost
+    cost = measure()
+    if group.rank_in_group == 0:
+        write_cost(key, cost)
+    return cost
+
+
+def cost_key(
+    vllm_config: VllmConfig,
+    curve: CostCurve,
+    heads: DraftHeads | None,
+    shapes: Sequence[Shape],
+    contexts: tuple[int, int],
+) -> Key:
+    """Everything known to change what passes cost.
+
+    heads: the draft heads, where there are any. contexts: tokens at which passes are timed;
+    they depend on the model's greatest length and the size of the cache.
+    """
+    model, compilation = vllm_config.model_config, vllm_config.compilation_config
+    architecture = model.hf_text_config.to_dict()
+    architecture.pop("_name_or_path", None)  # a copy of a model costs what the model costs
+    key = {
+        "versions": {
+            "vllm": _vllm_version(),
+            "torch": torch.__version__,
+            "vllm_tokenswift": vllm_tokenswift.__version__,
+            "source": source_digest(),
+        },
+        "device": device_name(curve.device),
+        "num_threads": torch.get_num_threads() if curve.device.type == "cpu" else None,
+        "model": architecture,
+        "dtype": str(model.dtype),
+        "quantization": model.quantization,
+        "heads": None
+        if heads is None
+        else {"form": str(heads.form), "num_heads": heads.num_heads, "size": heads.hidden_size},
+        "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
+        "cache_dtype": vllm_config.cache_config.cache_dtype,
+        "attention": type(curve.attention).__name__,
+        "block_size": curve.attention.block_size,
+        "max_side_chains": curve.attention.max_side_chains,
+        "shapes": [[shape.query_lens, shape.num_rows] for shape in shapes],
+        "contexts": contexts,
+        "compilation_mode": compilation.mode.name,
+        "cudagraph_mode": compilation.cudagraph_mode.name,
+    }
+    plain: Key = json.loads(json.dumps(key, default=str))
+    return plain
+
+
+def cost_folder() -> Path:
+    return cache_home() / "costs"
+
+
+def cost_path(key: Key) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return cost_folder() / f"{digest[:32]}.json"
+
+
+def read_cost(key: Key) -> CostModel | None:
+    """None where nothing usable is kept for ``key``; a file that is unusable is warned of."""
+    path = cost_path(key)
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(kept, dict) or kept.get("key") != key:
+            raise ValueError("it was written for something else")
+        return CostModel.from_json(json.dumps(kept.get("cost")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning("the costs kept in %s are not used, but measured: %s", path, error)
+        return None
+
+
+def write_cost(key: Key, cost: CostModel) -> None:
+    """Keeps ``cost`` whole or not at all, whoever else is writing."""
+    path = cost_path(key)
+    text = json.dumps({"key": key, "cost": json.loads(cost.to_json())}, indent=1)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A name of its own: engines may start at the same moment.
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".writing-") as scratch:
+            draft = Path(scratch) / path.name
+            draft.write_text(text + "\n", encoding="utf-8")
+            os.replace(draft, path)
+    except OSError as error:
+        logger.warning("the measured costs cannot be kept in %s: %s", path, error)
+
+
+def source_digest() -> str:
+    """Of this package's Python files: a changed kernel or measurement is another machine."""
+    root = Path(vllm_tokenswift.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's or the CPU's model name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if _CPU_INFO.exists():
+        for line in _CPU_INFO.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _vllm_version() -> str:
+    from vllm import __version__
+
+    return str(__version__)
