@@ -218,6 +218,20 @@ def test_model_runner_v2_is_refused(tiny_model: Path, monkeypatch: pytest.Monkey
         configured(tiny_model, spec_method="tokenswift")
 
 
+def test_a_folder_for_records_that_cannot_be_made_is_refused(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("")
+    for folder, words in ((taken, "File exists"), (taken / "below", "Not a directory")):
+        config = {"method": "tokenswift", "record": str(folder)}
+        with pytest.raises(ValueError, match=f"record is '{folder}'.*cannot be made: {words}"):
+            configured(tiny_model, speculative_config=config)
+    folder = tmp_path / "a" / "b"
+    configured(tiny_model, speculative_config={"method": "tokenswift", "record": str(folder)})
+    assert folder.is_dir()
+
+
 def test_our_own_logits_processors_are_left_to_the_scorer(tiny_model: Path) -> None:
     own = "vllm_tokenswift.sampling.processors:WindowedPenalty"
     config = configured(tiny_model, spec_method="tokenswift", logits_processors=[own])

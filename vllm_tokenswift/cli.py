@@ -7,7 +7,11 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-COMMAND_MODULES = ("vllm_tokenswift.demo_model", "vllm_tokenswift.heads.cli")
+COMMAND_MODULES = (
+    "vllm_tokenswift.demo_model",
+    "vllm_tokenswift.heads.cli",
+    "vllm_tokenswift.explain.cli",
+)
 """Modules with ``add_parser(subparsers)``; a subcommand sets ``run``, a function of the
 parsed arguments that returns the exit status (None for 0)."""
 

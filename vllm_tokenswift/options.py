@@ -194,6 +194,14 @@ class TokenSwiftOptions:
         origin="nobody has to tune it",
         choices=("auto", "paper", "fixed"),
     )
+    record: str | None = _option(
+        None,
+        "Folder into which a record of every request that ends is written, for "
+        "`vllm-tokenswift explain`.",
+        unit="path",
+        origin="nothing is recorded",
+        optional=True,
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

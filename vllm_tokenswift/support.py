@@ -6,7 +6,9 @@ before a model is loaded.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_tokenswift.options import TokenSwiftOptions
@@ -47,6 +49,7 @@ def check_supported(vllm_config: VllmConfig, options: TokenSwiftOptions) -> None
         *_parallel_reasons(vllm_config.parallel_config, vllm_config.model_config),
         *_cache_reasons(vllm_config.cache_config),
         *_engine_reasons(vllm_config, options),
+        *_record_reasons(options),
     ]
     if reasons:
         raise ValueError("TokenSwift cannot run in this configuration: " + "; ".join(reasons))
@@ -129,6 +132,19 @@ def _engine_reasons(vllm_config: VllmConfig, options: TokenSwiftOptions) -> Iter
             f"{scheduler.max_num_batched_tokens} tokens (max_num_batched_tokens), one of which is "
             "the newest token's"
         )
+
+
+def _record_reasons(options: TokenSwiftOptions) -> Iterator[str]:
+    if options.record is None:
+        return
+    folder = Path(options.record)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        yield f"record is {options.record!r}, and that folder cannot be made: {error.strerror}"
+        return
+    if not os.access(folder, os.W_OK | os.X_OK):
+        yield f"record is {options.record!r}, a folder that this user may not write to"
 
 
 def _is_own_processor(processor: object) -> bool:

@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from vllm_tokenswift.draft.candidates import HeadCandidates
 from vllm_tokenswift.draft.planner import DraftRequest, Planner
 from vllm_tokenswift.draft.state import DraftState
+from vllm_tokenswift.tree import DraftTree
 
 Heads = Callable[[int], HeadCandidates | None]
+OnIteration = Callable[[int, DraftTree, list[int], HeadCandidates | None], None]
+"""(tokens before the iteration, its tree, accepted nodes, what heads were drafted with)"""
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,12 @@ def replay(
     self_heads: Heads | None = None,
     free_heads: Heads | None = None,
     state: DraftState | None = None,
+    on_iteration: OnIteration | None = None,
 ) -> Replay:
     """Decode ``tokens[prompt_len:]`` with the planner.
 
     self_heads, free_heads: for a number of committed tokens, what the heads would offer.
+    on_iteration: called after each.
     """
     cost = planner.cost
     state = state or DraftState()
@@ -79,6 +84,8 @@ def replay(
                 break
             accepted.append(child)
             node = child
+        if on_iteration is not None:
+            on_iteration(done, tree, accepted, request.heads)
         emitted = tokens[done : done + len(accepted) + 1]
         chains = len(tree.chains) - 1
         step_ms += cost.verify_ms(1 + len(tree), done) + chains * cost.chain_cost_ms(done)

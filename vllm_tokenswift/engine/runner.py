@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.distributed import get_tp_group
 from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
@@ -32,6 +34,7 @@ from vllm_tokenswift.engine.cost_curve import (
 )
 from vllm_tokenswift.engine.draft_pass import DraftPass
 from vllm_tokenswift.engine.drafting import Drafter, DraftRequest
+from vllm_tokenswift.engine.recording import Recorder
 from vllm_tokenswift.engine.requests import RequestState
 from vllm_tokenswift.engine.staging import Staging
 from vllm_tokenswift.engine.step_inputs import StepInputs, logits_layout
@@ -92,6 +95,7 @@ class TokenSwiftRunnerMixin(_Runner):
         self._dead_nodes: dict[str, frozenset[int]] = {}
         self._placeholders: set[str] = set()
         self._accepted: list[Accepted] = []
+        self.recorder: Recorder | None = None
 
     # -- start-up ---------------------------------------------------------------
 
@@ -111,6 +115,9 @@ class TokenSwiftRunnerMixin(_Runner):
         """Called once the KV cache stands and the model is compiled."""
         self.tree_attention = self._make_tree_attention()
         self.drafting = Drafter(self)
+        if self.options.record is not None and get_tp_group().rank_in_group == 0:
+            folder = Path(self.options.record)
+            self.recorder = Recorder(folder, self.options, self.drafting.planner, self.stats)
 
     def forward_rows(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:
         """A pass of the target over some rows; call it inside a forward context."""
@@ -189,6 +196,8 @@ class TokenSwiftRunnerMixin(_Runner):
             chain_only=params.structured_outputs is not None,
             max_output_tokens=params.max_tokens or self.max_model_len,
         )
+        if self.recorder is not None:
+            self.recorder.start(req_id, [*prompt, *request.output_token_ids])
 
     def draft_table(self) -> DraftBlockTable:
         """The draft block table of a new request."""
@@ -205,6 +214,8 @@ class TokenSwiftRunnerMixin(_Runner):
         if self.request_states.pop(req_id, None) is not None:
             self.scorer.remove(req_id)
             self._trees.pop(req_id, None)
+            if self.recorder is not None:
+                self.recorder.finish(req_id)
 
     # -- verify -----------------------------------------------------------------
 
@@ -327,6 +338,10 @@ class TokenSwiftRunnerMixin(_Runner):
             if req_id not in self._placeholders:
                 self.stats.observe(tree, accepted.nodes, len(accepted.tokens))
             state.draft.extend(accepted.tokens)
+            if self.recorder is not None:
+                self.recorder.iteration(
+                    req_id, tree, accepted.nodes, accepted.tokens, len(self._accepted)
+                )
         return result
 
     # -- draft --------------------------------------------------------------------
@@ -379,6 +394,8 @@ class TokenSwiftRunnerMixin(_Runner):
             sample_hidden_states = aux_hidden_states[0][spec_decode_metadata.logits_indices]
         num_undrafted = self.input_batch.num_reqs - len(requests)
         trees = self.drafting.draft(requests, sample_hidden_states, num_undrafted)
+        if self.recorder is not None:
+            self.recorder.drafted({r.req_id: r.state.draft for r in requests}, trees)
         self._trees.update((r.req_id, tree) for r, tree in zip(requests, trees, strict=True))
         drafts = {r.req_id: t.tokens.tolist() for r, t in zip(requests, trees, strict=True)}
         return [drafts.get(req_id, []) for req_id in self.input_batch.req_ids]

@@ -18,6 +18,13 @@ class TokenSwiftWorkerMixin(_Worker):
         self.model_runner.start_drafting()
         return times
 
+    def shutdown(self) -> None:
+        # An engine within the caller's process is told of the last request's end by no step.
+        runner = self.model_runner
+        if runner is not None and runner.recorder is not None:
+            runner.recorder.finish_all()
+        super().shutdown()
+
     def tokenswift_stats(self) -> dict[str, Any]:
         """Counters of this worker: those of :class:`vllm_tokenswift.metrics.Stats`, and
         ``decisions``, see :class:`vllm_tokenswift.draft.planner.Planner`."""

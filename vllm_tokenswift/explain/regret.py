@@ -1,0 +1,133 @@
+"""Time lost against an oracle that knows which drafts would have been accepted.
+
+The oracle stands at every iteration of the recorded run and knows the tokens that came. It
+would have written on at the fastest pace, in ms per token, that was to be had there:
+
+- a chain that the text offered (n-grams, suffix matches) and that was accepted, as much of
+  the longest one as is fastest: ``V(1 + l) / (1 + l)`` for ``l`` from 0 (plain decoding) to
+  its length, where ``V`` is the verify pass at this context;
+- or what the run itself had accepted, without what it wasted. What heads and self-draft
+  passes offered is not recorded, so it is taken as it was: where they brought something
+  accepted, their time is part of this pace, otherwise it is waste.
+
+An iteration that emitted ``e`` tokens in ``R`` ms has lost ``R - e * pace``. With ``d``
+nodes drafted, ``a`` accepted, ``C`` ms of side chains and ``H`` ms of passes and heads,
+``R = V(1 + d) + C + H``, and the loss is, without remainder, the sum over these causes:
+
+- *rejected*: ``V(1 + d) + C - V(1 + a)`` where ``a > 0``: rows that were verified beside
+  the accepted ones;
+- *nothing accepted*: the same where ``a = 0``: drafting where plain decoding was due;
+- *passes*: ``H`` where it brought nothing accepted; where it did, what remains above the
+  fastest pace of at most ``a`` drafts (the text alone, or plain decoding, was faster);
+- *too dear*: that same rest where no pass or heads are to blame: accepted drafts that
+  cost more than they saved;
+- *left out*: what a longer accepted chain, offered by the text, would have saved beyond that.
+
+Each is at least 0. The pace is the iteration's own, so an oracle that stood elsewhere after
+a longer chain is not followed: offers of one long repetition count at every iteration in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from vllm_tokenswift.draft.state import DraftState
+from vllm_tokenswift.explain.record import HEAD_SOURCES, Iteration, Record
+from vllm_tokenswift.explain.times import times_of
+
+NOTHING_ALLOWED = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Regret:
+    """Milliseconds lost, by cause."""
+
+    rejected: float = 0.0
+    nothing_accepted: float = 0.0
+    passes: float = 0.0
+    too_dear: float = 0.0
+    left_out: float = 0.0
+
+    def by_cause(self) -> dict[str, float]:
+        return {cause.name: getattr(self, cause.name) for cause in fields(self)}
+
+    @property
+    def total_ms(self) -> float:
+        return sum(self.by_cause().values())
+
+    def __add__(self, other: Regret) -> Regret:
+        return Regret(**{name: ms + getattr(other, name) for name, ms in self.by_cause().items()})
+
+
+def regrets(record: Record) -> list[Regret]:
+    """Of every iteration, in their order."""
+    return [
+        _regret(iteration, record, offered)
+        for iteration, offered in zip(record.iterations, longest_offers(record), strict=True)
+    ]
+
+
+def longest_offers(record: Record) -> list[int]:
+    """Tokens of the longest chain that the text offered and that came, at every iteration."""
+    state, tokens, known = record.draft_state(), record.token_ids, 0
+    longest: list[int] = []
+    for iteration in record.iterations:
+        position = iteration.position
+        state.extend(tokens[known:position])
+        known = position
+        allowed = iteration.is_decode and NOTHING_ALLOWED not in iteration.decisions
+        # One token more than the chain is emitted.
+        limit = min(record.options.num_speculative_tokens, len(tokens) - position - 1)
+        longest.append(longest_offer(state, tokens[position : position + limit]) if allowed else 0)
+    return longest
+
+
+def longest_offer(state: DraftState, coming: Sequence[int]) -> int:
+    """How many of the ``coming`` tokens the text offers, from the first without a gap."""
+    offers = state.candidates(None, len(coming))
+    cursors = [(offer, offer.root) for offer in offers]
+    for depth, token in enumerate(coming):
+        found = [
+            (offer, below)
+            for offer, handle in cursors
+            for candidate, _, _, _, below in offer.steps(handle)
+            if candidate == token
+        ]
+        if not found:
+            return depth
+        cursors = [(offer, below) for offer, below in found if below is not None]
+    return len(coming)
+
+
+def _regret(iteration: Iteration, record: Record, offered: int) -> Regret:
+    if not iteration.is_decode:
+        return Regret()
+    cost, emitted, accepted = record.cost, iteration.emitted, iteration.num_accepted
+    times = times_of(iteration, record)
+    heads_ms = times.passes_ms + times.heads_ms
+    heads_hit = any(iteration.accepted[source] for source in HEAD_SOURCES)
+
+    useful_ms = cost.verify_ms(1 + accepted, iteration.position)
+    idle_rows_ms = times.verify_ms - useful_ms
+    idle_heads_ms = heads_ms
+    if heads_hit:
+        useful_ms += heads_ms
+        idle_heads_ms = 0.0
+
+    chains_ms = cost.verify_curve_ms(1, 1 + offered) + cost.context_ms(iteration.position)
+    paces = chains_ms / np.arange(1, 2 + offered)
+    as_short = min(useful_ms / emitted, float(paces[: accepted + 1].min()))
+    rest_ms = useful_ms - emitted * as_short
+    longer = paces[accepted + 1 :]
+    pace = min(as_short, float(longer.min())) if len(longer) else as_short
+    heads_to_blame = heads_hit and heads_ms > 0
+    return Regret(
+        rejected=idle_rows_ms if accepted else 0.0,
+        nothing_accepted=0.0 if accepted else idle_rows_ms,
+        passes=idle_heads_ms + (rest_ms if heads_to_blame else 0.0),
+        too_dear=0.0 if heads_to_blame else rest_ms,
+        left_out=emitted * (as_short - pace),
+    )

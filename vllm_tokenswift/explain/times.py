@@ -1,0 +1,53 @@
+"""What an iteration took, by part, under the record's cost model.
+
+Times are those of the request alone: in a batch it shares them with the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_tokenswift.draft.cost import CostModel
+from vllm_tokenswift.explain.record import Iteration, Record
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Milliseconds of the verify pass, of self-draft passes, and of free heads."""
+
+    verify_ms: float = 0.0
+    passes_ms: float = 0.0
+    heads_ms: float = 0.0
+
+    @property
+    def total_ms(self) -> float:
+        return self.verify_ms + self.passes_ms + self.heads_ms
+
+    def __add__(self, other: Times) -> Times:
+        return Times(
+            self.verify_ms + other.verify_ms,
+            self.passes_ms + other.passes_ms,
+            self.heads_ms + other.heads_ms,
+        )
+
+
+def times_of(iteration: Iteration, record: Record) -> Times:
+    """The prompt's iteration, which is not drafting's, takes no time here."""
+    if not iteration.is_decode:
+        return Times()
+    cost, position = record.cost, iteration.position
+    verify_ms = cost.verify_ms(1 + iteration.num_drafted, position)
+    verify_ms += iteration.side_chains * cost.chain_cost_ms(position)
+    kv_tokens = min(record.options.budget_tokens, position)
+    return Times(
+        verify_ms,
+        iteration.passes * _pass_ms(cost, kv_tokens) if iteration.passes else 0.0,
+        cost.heads_ms if iteration.free_heads else 0.0,
+    )
+
+
+def _pass_ms(cost: CostModel, kv_tokens: int) -> float:
+    """Where contexts are too short for a draft pass to be measured, it is a plain pass."""
+    if cost.draft_points:
+        return cost.draft_pass_ms(kv_tokens)
+    return cost.verify_ms(1, kv_tokens)
