@@ -1,5 +1,7 @@
 """One vLLM engine in a process of its own, writing some texts and noting when tokens came.
 
+Texts come one after another, or several at once in batches.
+
 The demo and the benchmarks compare engines: each gets a process, so that none finds
 another's compiled code, threads or memory. ``run(job)`` is called by the parent; the
 child is this module run with a job file and a result file.
@@ -13,12 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 WINDOWED_PENALTY = "vllm_tokenswift.sampling.processors:WindowedPenalty"
 _WARM_UP_TOKENS = 64
+_WARM_UP_TOKENS_OF_A_BATCH = 16
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,27 @@ class TextRequest:
 
 
 @dataclass(frozen=True)
+class Batch:
+    """Texts to write at the same time (vLLM batches what is there at every step)."""
+
+    name: str
+    texts: list[TextRequest]
+
+
+@dataclass(frozen=True)
 class Job:
     """What one engine does: keyword arguments of ``LLM``, then texts one after another."""
 
     engine: dict[str, Any]
     texts: list[TextRequest]
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """The same for batches of texts, one batch after another."""
+
+    engine: dict[str, Any]
+    batches: list[Batch]
 
 
 @dataclass
@@ -59,11 +78,45 @@ class Written:
         return (self.counts[-1] - self.counts[0]) / (self.seconds[-1] - self.seconds[0])
 
 
+@dataclass
+class WrittenBatch:
+    """A batch as it came: its texts, ``seconds`` of each since the batch was given.
+
+    stats: of the whole batch, see :class:`Written`; those of its texts are empty.
+    """
+
+    name: str
+    texts: list[Written]
+    stats: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the decoding: from when every text had its first token until all had their last."""
+        begin = max(text.seconds[0] for text in self.texts)
+        end = max(text.seconds[-1] for text in self.texts)
+        before = sum(
+            max(n for n, at in zip(text.counts, text.seconds, strict=True) if at <= begin)
+            for text in self.texts
+        )
+        return (sum(len(text.tokens) for text in self.texts) - before) / (end - begin)
+
+
 def run(job: Job) -> list[Written]:
     """Runs ``job`` in a new process. Raises RuntimeError with the end of what it printed."""
+    batches = [Batch(text.name, [text]) for text in job.texts]
+    written = _run(BatchJob(job.engine, batches), _WARM_UP_TOKENS)
+    return [replace(batch.texts[0], stats=batch.stats) for batch in written]
+
+
+def run_batches(job: BatchJob) -> list[WrittenBatch]:
+    """The same for batches."""
+    return _run(job, _WARM_UP_TOKENS_OF_A_BATCH)
+
+
+def _run(job: BatchJob, warm_up_tokens: int) -> list[WrittenBatch]:
     with tempfile.TemporaryDirectory() as folder:
         given, result, log = (Path(folder) / name for name in ("job.json", "result.json", "log"))
-        given.write_text(json.dumps(asdict(job)))
+        given.write_text(json.dumps({**asdict(job), "warm_up_tokens": warm_up_tokens}))
         with log.open("w") as errors:
             # The progress bar is on standard output; vLLM's log is kept for a failure.
             process = subprocess.run(
@@ -77,14 +130,15 @@ def run(job: Job) -> list[Written]:
                 f"{log.read_text()[-4000:]}"
             )
         return [
-            Written(
-                **{
-                    **text,
-                    "logprobs": [{int(t): p for t, p in at.items()} for at in text["logprobs"]],
-                }
-            )
-            for text in json.loads(result.read_text())
+            WrittenBatch(batch["name"], [_read(text) for text in batch["texts"]], batch["stats"])
+            for batch in json.loads(result.read_text())
         ]
+
+
+def _read(text: dict[str, Any]) -> Written:
+    # JSON's keys are texts.
+    logprobs = [{int(t): p for t, p in at.items()} for at in text["logprobs"]]
+    return Written(**{**text, "logprobs": logprobs})
 
 
 def _environment() -> dict[str, str]:
@@ -105,34 +159,38 @@ def _environment() -> dict[str, str]:
     return environment
 
 
-def _write_all(job: Job) -> list[Written]:
+def _write_all(job: BatchJob, warm_up_tokens: int) -> list[WrittenBatch]:
     from vllm import LLM
 
     llm = LLM(**job.engine)
     speculates = (job.engine.get("speculative_config") or {}).get("method") == "tokenswift"
-    for text in job.texts:
-        sampling = {**text.sampling, "max_tokens": _WARM_UP_TOKENS, "min_tokens": _WARM_UP_TOKENS}
-        _write(llm, TextRequest("warming up", text.prompt, sampling), speculates)
-    return [_write(llm, text, speculates) for text in job.texts]
+    length = {"max_tokens": warm_up_tokens, "min_tokens": warm_up_tokens}
+    for batch in job.batches:
+        short = [replace(text, sampling={**text.sampling, **length}) for text in batch.texts]
+        _write(llm, Batch("warming up", short), speculates)
+    return [_write(llm, batch, speculates) for batch in job.batches]
 
 
-def _write(llm: Any, request: TextRequest, speculates: bool) -> Written:
+def _write(llm: Any, batch: Batch, speculates: bool) -> WrittenBatch:
     from tqdm import tqdm
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     tokenizer = llm.get_tokenizer()
-    message = [{"role": "user", "content": request.prompt}]
-    prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-    params = SamplingParams(
-        **request.sampling, detokenize=False, output_kind=RequestOutputKind.DELTA
-    )
     engine = llm.llm_engine
-    written = Written(request.name)
+    requests = []
+    for asked in batch.texts:
+        message = [{"role": "user", "content": asked.prompt}]
+        prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        params = SamplingParams(
+            **asked.sampling, detokenize=False, output_kind=RequestOutputKind.DELTA
+        )
+        requests.append((prompt, params))
+    texts = [Written(asked.name) for asked in batch.texts]
     before = _stats(llm) if speculates else {}
     bar = tqdm(
-        total=params.max_tokens,
-        desc=request.name,
+        total=sum(params.max_tokens for _, params in requests),
+        desc=batch.name,
         unit=" tokens",
         file=sys.stdout,
         ncols=88,
@@ -140,23 +198,26 @@ def _write(llm: Any, request: TextRequest, speculates: bool) -> Written:
         mininterval=0.2 if sys.stdout.isatty() else 10,
     )
     start = time.perf_counter()
-    engine.add_request(request.name, prompt, params)
+    for index, (prompt, params) in enumerate(requests):
+        engine.add_request(str(index), prompt, params)
     while engine.has_unfinished_requests():
-        for output in engine.step():
+        outputs = engine.step()
+        now = time.perf_counter() - start
+        for output in outputs:
             completion = output.outputs[0]
             if not completion.token_ids:
                 continue
-            written.tokens.extend(completion.token_ids)
-            written.counts.append(len(written.tokens))
-            written.seconds.append(time.perf_counter() - start)
+            text = texts[int(output.request_id)]
+            text.tokens.extend(completion.token_ids)
+            text.counts.append(len(text.tokens))
+            text.seconds.append(now)
             for at in completion.logprobs or ():
-                written.logprobs.append({token: entry.logprob for token, entry in at.items()})
+                text.logprobs.append({token: entry.logprob for token, entry in at.items()})
             bar.update(len(completion.token_ids))
     bar.close()
-    if speculates:
-        written.stats = _grown(before, _stats(llm))
-    written.text = tokenizer.decode(written.tokens)
-    return written
+    for text in texts:
+        text.text = tokenizer.decode(text.tokens)
+    return WrittenBatch(batch.name, texts, _grown(before, _stats(llm)) if speculates else {})
 
 
 def _stats(llm: Any) -> dict[str, Any]:
@@ -178,5 +239,9 @@ def _grown(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     raw = json.loads(Path(sys.argv[1]).read_text())
-    texts = _write_all(Job(raw["engine"], [TextRequest(**text) for text in raw["texts"]]))
-    Path(sys.argv[2]).write_text(json.dumps([asdict(text) for text in texts]))
+    batches = [
+        Batch(batch["name"], [TextRequest(**text) for text in batch["texts"]])
+        for batch in raw["batches"]
+    ]
+    all_written = _write_all(BatchJob(raw["engine"], batches), raw["warm_up_tokens"])
+    Path(sys.argv[2]).write_text(json.dumps([asdict(written) for written in all_written]))
