@@ -1,6 +1,7 @@
 """Replays token lists against the planner and a cost model: tokens per iteration, speed-up.
 
-    python benchmarks/replay.py [--limit 16] [--tokens 3000] [--text FILE ...] [--json OUT]
+    python benchmarks/replay.py [--limit 16] [--tokens 3000] [--text FILE ...] [--regret]
+        [--json OUT]
 
 ``modelled speed-up`` is plain decoding's time over the planned time under the cost model;
 the planner's own host time is shown beside it and is not part of it.
@@ -19,6 +20,8 @@ from pathlib import Path
 from vllm_tokenswift.draft.cost import CostModel
 from vllm_tokenswift.draft.planner import PlanMode, Planner
 from vllm_tokenswift.draft.replay import noisy_heads, replay
+from vllm_tokenswift.explain.replayed import replayed_record
+from vllm_tokenswift.explain.stretches import regret_report, stretches, total
 
 # A 135M model on 2 CPU cores: plain steps, and verify passes of 4, 8 and 16 drafts.
 CPU_COST = CostModel(
@@ -82,6 +85,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=512, help="partial KV, tokens")
     parser.add_argument("--text", type=Path, action="append", default=[], help="a text file")
     parser.add_argument("--self-draft", action="store_true", help="simulate a draft pass too")
+    parser.add_argument("--regret", action="store_true", help="time lost against an oracle")
     parser.add_argument("--json", type=Path, help="write the results here")
     arguments = parser.parse_args()
 
@@ -104,6 +108,15 @@ def main() -> None:
                 f"{result.drafted / result.iterations:8.2f} {result.speed_up:8.3f} "
                 f"{result.planning_us:8.0f}"
             )
+            if arguments.regret:
+                record = replayed_record(
+                    name,
+                    tokens,
+                    Planner(COSTS[arguments.cost], arguments.budget, mode),
+                    arguments.limit,
+                    self_heads=self_heads,
+                )
+                print(regret_report(total(stretches(record, 1))))
             results.append({"text": name, "plan": mode, **asdict(result)})
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2))

@@ -182,6 +182,6 @@ def test_knowing_what_to_draft_is_worth_most_where_a_plan_drafts_blindly() -> No
     blind = replayed_record("r", text, Planner(cost, mode="fixed"), 16, free_heads=heads)
     planned = replayed_record("r", text, Planner(cost), 16, free_heads=heads)
     lost = [sum(r.total_ms for r in regrets(record)) for record in (blind, planned)]
-    spent = [sum(times_of(i, r).total_ms for i in r.iterations) for r in (blind, planned)]
+    spent = [sum(times_of(i, r).total_ms for i in r.iterations[1:]) for r in (blind, planned)]
     assert lost[0] > 0.3 * spent[0]
     assert lost[1] < 0.02 * spent[1]

@@ -34,8 +34,8 @@ def _nodes(panel: Any, parts: Sequence[Stretch]) -> None:
         if not any(part.drafted[name] for part in parts):
             continue
         drafted_by_any = True
-        accepted = [part.accepted[name] / max(1, part.iterations) for part in parts]
-        drafted = [-part.drafted[name] / max(1, part.iterations) for part in parts]
+        accepted = [part.accepted[name] / part.iterations for part in parts]
+        drafted = [-part.drafted[name] / part.iterations for part in parts]
         accepted_top = _stack(panel, parts, accepted_top, accepted, color=color, label=name)
         drafted_bottom = _stack(panel, parts, drafted_bottom, drafted, color=color, alpha=0.4)
     panel.axhline(0, color="black", linewidth=0.8)

@@ -17,8 +17,7 @@ class Stretch:
     """Iterations that began between two positions of the output, summed.
 
     first, last: output tokens before and after it; drafted, accepted: nodes by source's
-    name; plain_ms: what its tokens take when decoded plainly. The prompt's iteration counts
-    as a token and takes no time.
+    name; plain_ms: what its tokens take when decoded plainly.
     """
 
     first: int
@@ -37,8 +36,6 @@ class Stretch:
         self.last = iteration.position + iteration.emitted - record.prompt_len
         self.tokens += iteration.emitted
         self.decisions.update(iteration.decisions)
-        if not iteration.is_decode:
-            return
         self.iterations += 1
         for counter, nodes in (
             (self.drafted, iteration.drafted),
@@ -52,10 +49,15 @@ class Stretch:
 
 
 def stretches(record: Record, count: int) -> list[Stretch]:
-    """At most ``count`` stretches of equal numbers of output tokens; none is empty."""
+    """At most ``count`` stretches of equal numbers of output tokens; none is empty.
+
+    The prompt's iteration, and the token that it brought, belong to none of them.
+    """
     length = len(record.token_ids) - record.prompt_len
     found: dict[int, Stretch] = {}
     for iteration, regret in zip(record.iterations, regrets(record), strict=True):
+        if not iteration.is_decode:
+            continue
         first = iteration.position - record.prompt_len
         place = first * count // length
         if place not in found:
@@ -98,7 +100,7 @@ def table(parts: Sequence[Stretch]) -> str:
                 "all" if part is whole else f"{part.first}-{part.last}",
                 str(part.tokens),
                 str(part.iterations),
-                f"{part.tokens / part.iterations:.2f}" if part.iterations else "-",
+                f"{part.tokens / part.iterations:.2f}",
                 *(f"{part.accepted[s]}/{part.drafted[s]}" for s in sources),
                 str(part.passes),
                 *(str(part.decisions[d]) for d in decisions),

@@ -32,9 +32,7 @@ class Times:
 
 
 def times_of(iteration: Iteration, record: Record) -> Times:
-    """The prompt's iteration, which is not drafting's, takes no time here."""
-    if not iteration.is_decode:
-        return Times()
+    """Of a decode iteration (the prompt's is not drafting's)."""
     cost, position = record.cost, iteration.position
     verify_ms = cost.verify_ms(1 + iteration.num_drafted, position)
     verify_ms += iteration.side_chains * cost.chain_cost_ms(position)
