@@ -26,6 +26,7 @@ from vllm_tokenswift.engine.draft_pass import DraftPass
 from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
 from vllm_tokenswift.engine.tree_attention import TreeAttention
 from vllm_tokenswift.engine.worker_mixin import TokenSwiftWorkerMixin
+from vllm_tokenswift.tree import DraftTree
 
 
 class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
@@ -126,10 +127,12 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
                 shapes.append(Shape((width,) * count, (count * width,)))
         return shapes
 
-    def host_bound_pass(self, query_lens: Sequence[int], context: int) -> Pass:
-        return super().trial_pass(query_lens, context)
+    def host_bound_pass(
+        self, query_lens: Sequence[int], context: int, tree: DraftTree | None
+    ) -> Pass:
+        return super().trial_pass(query_lens, context, tree)
 
-    def trial_pass(self, query_lens: Sequence[int], context: int) -> Pass:
+    def trial_pass(self, query_lens: Sequence[int], context: int, tree: DraftTree | None) -> Pass:
         count, width = len(query_lens), max(query_lens)
         mode, shape = self.graphs.dispatch(count, uniform_decode=True)
         if width > 1:
@@ -137,7 +140,7 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
             mode = CUDAGraphMode.NONE if wide is None else CUDAGraphMode.FULL
             shape = wide or shape
         if mode is not CUDAGraphMode.FULL or min(query_lens) != width:
-            return super().trial_pass(query_lens, context)
+            return super().trial_pass(query_lens, context, tree)
         return self._replay(shape, context)
 
     def _replay(self, shape: BatchDescriptor, context: int) -> Pass:

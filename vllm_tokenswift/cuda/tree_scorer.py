@@ -52,6 +52,13 @@ class CUDATreeScorer(TreeScorer):
     def _new_draws(self, generator: torch.Generator | None) -> PositionDraws:
         return SeedNoise(generator)
 
+    def noise_at(self, req_id: str, depth: int) -> Callable[[int], float] | None:
+        state = self._states[req_id]
+        if state.greedy or self._use_fp64:
+            return None
+        assert isinstance(state.draws, SeedNoise)
+        return state.draws.noise_of(state.num_prompt + state.num_output - 1 + depth)
+
     def constrain(self, logits: torch.Tensor, req_ids: Sequence[str]) -> torch.Tensor:
         states = [self._states[req_id] for req_id in req_ids]
         rows = ScoredRows.of(states, [EMPTY_TREE] * len(states))

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_tokenswift.draft.foresight import Foresight
 from vllm_tokenswift.draft.gain import GainModel
 from vllm_tokenswift.draft.ngrams import Ngram
 from vllm_tokenswift.tree import Source
@@ -159,12 +160,17 @@ class HeadOffer(Offer):
 
     gains: None takes the heads' probabilities at face value (nothing is learned).
     widths: how many tokens each depth offers; depths beyond offer nothing.
+    foresight: turns what a draft pass says of its token into the chance that it is drawn.
     """
 
     root = 0
 
     def __init__(
-        self, gains: GainModel | None, heads: HeadCandidates, widths: Sequence[int]
+        self,
+        gains: GainModel | None,
+        heads: HeadCandidates,
+        widths: Sequence[int],
+        foresight: Foresight | None = None,
     ) -> None:
         num_depths = min(heads.num_depths, len(widths))
         self._steps: list[list[Step]] = []
@@ -178,6 +184,8 @@ class HeadOffer(Offer):
                 heads.probabilities[depth - 1][:width],
                 strict=True,
             ):
+                if foresight is not None and source is Source.SELF:
+                    probability = foresight.chance(probability, depth - 1, token)
                 if gains is None:
                     row.append((token, probability, int(source), NO_CELL, below))
                 else:

@@ -19,6 +19,7 @@ import numpy as np
 
 from vllm_tokenswift.draft.candidates import HeadCandidates
 from vllm_tokenswift.draft.cost import CostModel
+from vllm_tokenswift.draft.foresight import Foresight
 from vllm_tokenswift.draft.source_gain import SourceGain
 from vllm_tokenswift.draft.state import DraftState
 from vllm_tokenswift.draft.trie import Trie, grow_tree, paper_tree, take_best_first
@@ -29,7 +30,7 @@ PlanMode = Literal["auto", "paper", "fixed"]
 # Paths less likely than this are not worth the host's time, however cheap the pass.
 _MIN_PROBABILITY = 0.004
 # Expected gain below which an iteration is decoded plainly: the estimates are no better.
-_MIN_IMPROVEMENT = 1.01
+_MIN_IMPROVEMENT = 1.03
 # A self-draft pass adds about this many nodes to what is verified.
 _SELF_DRAFT_NODES = 4
 # Share of the time that may go into self-draft passes which only ask whether they pay again.
@@ -45,6 +46,7 @@ class DraftRequest:
     heads: what the draft pass or the free heads offer, None where there is nothing.
     context_len: tokens the bonus token attends to. limit: the most nodes it may draft.
     chain_only: its drafts must form a chain (structured output).
+    foresight: the noise of its coming samples, None where there is none to see.
     """
 
     state: DraftState
@@ -52,6 +54,7 @@ class DraftRequest:
     context_len: int
     limit: int
     chain_only: bool = False
+    foresight: Foresight | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,11 @@ class Planner:
         """Trees, expected tokens of each request, and the step's expected milliseconds."""
         limits = [max(request.limit, 0) for request in requests]
         tries = [
-            Trie(request.state.candidates(request.heads, limit), request.chain_only)
+            Trie(
+                request.state.candidates(request.heads, limit, request.foresight),
+                request.chain_only,
+                request.foresight,
+            )
             for request, limit in zip(requests, limits, strict=True)
         ]
         num_plain = len(requests) + num_other_tokens

@@ -137,12 +137,13 @@ class DraftState:
     ) -> list[Offer]:
         """The heads, and what the text says may follow their first tokens."""
         widths = [len(row) for row in heads.tokens[:max_depth]]
-        offers: list[Offer] = [HeadOffer(self.gains, heads, widths)]
+        offers: list[Offer] = [HeadOffer(self.gains, heads, widths, foresight)]
         if max_depth < 2 or not widths:
             return offers
         firsts = list(zip(heads.probabilities[0], heads.tokens[0], strict=True))
         if foresight is not None:
-            firsts = [(foresight.chance(p, 0, token), token) for p, token in firsts]
+            sure = foresight.weighed if heads.free else foresight.chance
+            firsts = [(sure(p, 0, token), token) for p, token in firsts]
             firsts.sort(key=itemgetter(0), reverse=True)
         for probability, token in firsts[:_FOLLOWED_HEAD_TOKENS]:
             if probability < _FOLLOWED_HEAD_PROBABILITY:

@@ -19,13 +19,17 @@ from vllm_tokenswift.draft.candidates import (
     NgramOffer,
     Offer,
 )
+from vllm_tokenswift.draft.foresight import Foresight
 from vllm_tokenswift.draft.ngrams import NgramTable
-from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
+from vllm_tokenswift.tree import EMPTY_TREE, DraftTree, Source
 
 # At most one child is accepted, so their chances add up to at most 1. What is too much is
 # taken from all but the surest, which may be sure for a good reason (a long match) and is
 # left at this much at most.
 _MAX_FIRST_RATE = 0.995
+
+# The draft pass's own token: its chance knows the noise already (``DraftState``).
+_SELF = int(Source.SELF)
 
 Cursor = tuple[Offer, Handle]
 Child = tuple[float, int, int, list[Cursor]]
@@ -37,22 +41,42 @@ class Trie:
     """One request's merged offers.
 
     chain_only: keep only the likeliest child of each node (requests under a grammar).
+    foresight: the noise that will decide the samples, None where there is none to see.
 
     ``tokens``, ``parents``, ``sources`` and ``probabilities`` list the nodes taken so far,
     in the order they were taken: node ``i + 1`` at index ``i``, parents before children
     (node 0 is the bonus token). Probabilities are those of the whole path.
     """
 
-    def __init__(self, offers: Sequence[Offer], chain_only: bool = False) -> None:
+    def __init__(
+        self,
+        offers: Sequence[Offer],
+        chain_only: bool = False,
+        foresight: Foresight | None = None,
+    ) -> None:
         self.roots: list[Cursor] = [(offer, offer.root) for offer in offers]
         self._chain_only = chain_only
+        self._foresight = foresight
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.sources: list[int] = []
         self.probabilities: list[float] = []
+        self._depths = [0]  # by node, the bonus token first
 
-    def children(self, cursors: list[Cursor]) -> list[Child]:
+    def take(self, parent: int, token: int, source: int, probability: float) -> int:
+        """Adds a node; returns its depth (1 below the bonus token)."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.sources.append(source)
+        self.probabilities.append(probability)
+        depth = self._depths[parent] + 1
+        self._depths.append(depth)
+        return depth
+
+    def children(self, cursors: list[Cursor], depth: int) -> list[Child]:
         """(chance if the parent is accepted, token, source, cursors), likeliest first.
+
+        depth: of the children below the root's, from 0.
 
         Offers that propose the same token read the same text, so their chances are not
         independent (1 - (1 - p)(1 - q) came out half as true as it claimed on prose and code);
@@ -63,6 +87,8 @@ class Trie:
             steps = offer.steps(handle)
             if len(steps) == 1:
                 token, rate, source, _, below = steps[0]
+                if self._foresight is not None and source != _SELF:
+                    rate = self._foresight.weighed(rate, depth, token)
                 return [(rate, token, source, [] if below is None else [(offer, below)])]
             found = [
                 (rate, token, source, [] if below is None else [(offer, below)])
@@ -70,6 +96,12 @@ class Trie:
             ]
         else:
             found = _merge(cursors)
+        if self._foresight is not None:
+            weighed = self._foresight.weighed
+            found = [
+                (rate if source == _SELF else weighed(rate, depth, token), token, source, below)
+                for rate, token, source, below in found
+            ]
         if len(found) > 1:
             found.sort(key=_by_rate, reverse=True)
             if self._chain_only:
@@ -153,7 +185,7 @@ def take_best_first(
     order = 0
     for index, trie in enumerate(tries):
         if limits[index] > 0:
-            for rate, token, source, below in trie.children(trie.roots):
+            for rate, token, source, below in trie.children(trie.roots, 0):
                 if rate > min_probability:
                     order += 1
                     heap.append((-rate, order, index, 0, token, source, below))
@@ -168,13 +200,10 @@ def take_best_first(
         node = len(trie.tokens) + 1
         limit = limits[index]
         if node <= limit:
-            trie.tokens.append(token)
-            trie.parents.append(parent)
-            trie.sources.append(source)
-            trie.probabilities.append(-negative)
+            depth = trie.take(parent, token, source, -negative)
             yield index, -negative
             if cursors and node < limit:
-                children = trie.children(cursors)
+                children = trie.children(cursors, depth)
                 if len(children) == 1:
                     rate, token, source, below = children[0]
                     if -negative * rate > min_probability:

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_tokenswift.engine.verify_plan import TreeRows
+from vllm_tokenswift.tree import Chain
 
 
 @dataclass
@@ -52,6 +53,18 @@ class VirtualBatch:
     scatter_slots: npt.NDArray[np.int64]
     gathered: dict[tuple[str, int], int] = field(default_factory=dict)
     dead_nodes: dict[str, frozenset[int]] = field(default_factory=dict)
+
+    def tail_copies(self) -> list[tuple[int, slice]]:
+        """Source block and target blocks of each copy: targets in a row are copied at once."""
+        copies: list[tuple[int, slice]] = []
+        for source, target in zip(
+            self.tail_sources.tolist(), self.tail_targets.tolist(), strict=True
+        ):
+            start = target
+            if copies and copies[-1][0] == source and copies[-1][1].stop == target:
+                start = copies.pop()[1].start
+            copies.append((source, slice(start, target + 1)))
+        return copies
 
 
 def cut_into_chains(
@@ -97,26 +110,33 @@ def cut_into_chains(
         first_block, tail_tokens = divmod(rows.root_position, block_size)
         depths = rows.tree.depths
         request_dead: set[int] = set()
+        # Chains that get scratch blocks: with how many, and their block tables.
+        alive: list[tuple[Chain, int, npt.NDArray[np.int32]]] = []
+        room = len(free)
         for chain in sides:
-            nodes = [*chain.ancestors, *range(chain.first, chain.last + 1)]
             end = rows.root_position + int(depths[chain.last]) + 1
             num_scratch = -(-end // block_size) - first_block
-            starts.append(rows.root_row + chain.first)
-            if num_scratch > len(free) or not request_dead.isdisjoint(chain.ancestors):
+            if num_scratch > room or not request_dead.isdisjoint(chain.ancestors):
                 request_dead.update(range(chain.first, chain.last + 1))
                 # The rows still need a sequence to be computed in: any valid one.
+                starts.append(rows.root_row + chain.first)
                 lens.append(rows.root_position + chain.num_nodes)
                 tables.append(table)
                 continue
-            scratch = [free.pop() for _ in range(num_scratch)]
-            chain_table = table.copy()
-            chain_table[first_block : first_block + num_scratch] = scratch
+            room -= num_scratch
+            starts.append(rows.root_row + chain.first)
             lens.append(end)
-            tables.append(chain_table)
-            if tail_tokens:
-                tail_sources.append(int(table[first_block]))
-                tail_targets.append(scratch[0])
-            for node in nodes:
+            tables.append(table.copy())
+            alive.append((chain, num_scratch, tables[-1]))
+        # All first blocks before any other: copies of one tail to blocks in a row are one copy.
+        firsts = [free.pop() for _ in alive]
+        if tail_tokens:
+            tail_sources += [int(table[first_block])] * len(alive)
+            tail_targets += firsts
+        for (chain, num_scratch, chain_table), first in zip(alive, firsts, strict=True):
+            scratch = [first, *(free.pop() for _ in range(num_scratch - 1))]
+            chain_table[first_block : first_block + num_scratch] = scratch
+            for node in (*chain.ancestors, *range(chain.first, chain.last + 1)):
                 offset = tail_tokens + int(depths[node])
                 gathered.setdefault((rows.req_id, node), len(gather_rows))
                 gather_rows.append(rows.root_row + node)

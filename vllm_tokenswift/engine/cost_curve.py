@@ -21,15 +21,19 @@ from vllm.forward_context import set_forward_context
 
 from vllm_tokenswift.draft.cost import CostModel
 from vllm_tokenswift.engine.tree_attention import TreeAttention
+from vllm_tokenswift.engine.verify_plan import TreeRows, VerifyPlan
+from vllm_tokenswift.tree import DraftTree
 
 LONG_CONTEXT_TOKENS = 4096
 REPETITIONS = 5
+_TIMED_BRANCHES = 4
 
 
 Pass = Callable[[], Any]
 """One pass of the target over some rows; returns what the model returns."""
-MakePass = Callable[[Sequence[int], int], Pass]
-"""(query rows of each request, tokens before them) -> a pass to be timed."""
+MakePass = Callable[[Sequence[int], int, DraftTree | None], Pass]
+"""(query rows of each request, tokens before them, the tree that they are) -> a pass to be
+timed; without a tree the rows of a request are a chain."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class CostCurve:
         ]
         heads_ms = 0.0 if self.heads is None else self._median_ms(self.heads)
         host_bound_ms = (
-            0.0 if self.host_bound is None else self._median_ms(self.host_bound([1], short))
+            0.0 if self.host_bound is None else self._median_ms(self.host_bound([1], short, None))
         )
         if long <= 2 * short:
             return self._agreed(
@@ -90,15 +94,9 @@ class CostCurve:
             )
         plain_long = self._pass_ms([1], long)
         context = max(0.0, (plain_long - verify[0][1]) / (long - short))
-        # Side chains: as many sequences of one row instead of one of as many rows.
-        branches = min(8, self.attention.max_side_chains)
         chain_short = chain_context = 0.0
         if self.attention.chains_cost:
-            per_chain = [
-                max(0.0, self._pass_ms([1] * (branches + 1), c) - self._pass_ms([branches + 1], c))
-                / branches
-                for c in (short, long)
-            ]
+            per_chain = [self._chain_ms(c) for c in (short, long)]
             chain_context = max(0.0, (per_chain[1] - per_chain[0]) / (long - short))
             chain_short = max(0.0, per_chain[0] - chain_context * short)
         draft = ((short, verify[0][1]), (long, plain_long))
@@ -126,9 +124,17 @@ class CostCurve:
             return cost
         return CostModel.from_json(group.broadcast_object(cost.to_json(), src=0))
 
+    def _chain_ms(self, context: int) -> float:
+        """What a side chain adds to a pass: a tree of branches against a chain of as many rows."""
+        branches = min(_TIMED_BRANCHES, self.attention.max_side_chains)
+        tree = DraftTree.build([0] * (branches + 1), [0] * (branches + 1))
+        branching = self.make_pass([branches + 2], context, tree)
+        with_branches = self._median_ms(lambda: self.logits(branching()))
+        return max(0.0, with_branches - self._pass_ms([branches + 2], context)) / branches
+
     def _pass_ms(self, query_lens: Sequence[int], context: int) -> float:
         """Median time of a target pass with its logits, every query after ``context`` tokens."""
-        target_pass = self.make_pass(query_lens, context)
+        target_pass = self.make_pass(query_lens, context, None)
         return self._median_ms(lambda: self.logits(target_pass()))
 
     def _median_ms(self, work: Callable[[], object]) -> float:
@@ -152,10 +158,12 @@ def attention_pass(
     model: Callable[[torch.Tensor, torch.Tensor], Any],
     query_lens: Sequence[int],
     context: int,
+    tree: DraftTree | None,
     device: torch.device,
 ) -> Pass:
     """A pass through the attention that serves requests, over blocks of the empty cache.
 
+    tree: what the one request's rows are, None for chains.
     model: ``(input_ids, positions) -> hidden states``, called inside the forward context.
     """
     num_tokens = sum(query_lens)
@@ -173,6 +181,11 @@ def attention_pass(
     metadata = attention.draft_metadata(
         tables, seq_lens, slots, np.empty(0, np.int64), query_start_loc=starts
     )
+    if tree is not None:
+        rows = TreeRows("timed", 0, 0, 0, context, tree)
+        metadata, _ = attention.with_trees(
+            metadata, VerifyPlan((rows,)), starts, seq_lens, tables[0]
+        )
     input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
     rope = torch.from_numpy(positions).to(device)
 

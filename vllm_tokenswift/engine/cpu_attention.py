@@ -27,8 +27,7 @@ class ChainMetadata(CPUAttentionMetadata):
     each: what the commit writes to the slots of the accepted path.
     """
 
-    tail_sources: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    tail_targets: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    tail_copies: list[tuple[int, slice]] = field(default_factory=list)
     gather_rows: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     scatter_slots: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     saved_kv: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -66,8 +65,8 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         metadata: ChainMetadata,
     ) -> None:
-        if len(metadata.tail_sources):
-            kv_cache[metadata.tail_targets] = kv_cache[metadata.tail_sources]
+        for source, targets in metadata.tail_copies:
+            kv_cache[targets] = kv_cache[source]
         if not len(metadata.gather_rows):
             return
         # Copies: the compiled graph may reuse the memory of key and value later on.

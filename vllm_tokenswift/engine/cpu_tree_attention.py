@@ -127,8 +127,7 @@ class CPUTreeAttention:
         )
         chained = ChainMetadata(
             **fields,
-            tail_sources=torch.from_numpy(batch.tail_sources),
-            tail_targets=torch.from_numpy(batch.tail_targets),
+            tail_copies=batch.tail_copies(),
             gather_rows=torch.from_numpy(batch.gather_rows),
             scatter_slots=torch.from_numpy(batch.scatter_slots),
         )

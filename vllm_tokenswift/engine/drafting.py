@@ -10,8 +10,10 @@ import numpy as np
 import torch
 
 from vllm_tokenswift.draft.candidates import HeadCandidates
+from vllm_tokenswift.draft.foresight import Foresight, NoiseOf
 from vllm_tokenswift.draft.planner import DraftRequest as PlannedRequest
 from vllm_tokenswift.draft.planner import PlanMode, Planner
+from vllm_tokenswift.engine.cost_cache import cached_cost
 from vllm_tokenswift.engine.cost_curve import CostCurve
 from vllm_tokenswift.engine.draft_pass import DraftRow
 from vllm_tokenswift.engine.requests import RequestState
@@ -20,6 +22,9 @@ from vllm_tokenswift.tree import DraftTree
 
 if TYPE_CHECKING:
     from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
+
+# Likeliest tokens of a head that are offered to the planner, which takes a few.
+_OFFERED_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -49,14 +54,15 @@ class Drafter:
         self.heads = runner.drafter.heads
         self._staging = Staging(runner.device)
         self.draft_pass = runner.make_draft_pass()
-        cost = CostCurve(
+        curve = CostCurve(
             runner.tree_attention,
             runner.trial_pass,
             lambda output: runner.model.compute_logits(self._post_norm(output)),
             self._heads_alone if self.heads is not None else None,
             runner.host_bound_pass,
             runner.device,
-        ).measure(runner.verify_shapes(), runner.kv_cache_config.num_blocks, runner.max_model_len)
+        )
+        cost = cached_cost(runner, curve)
         self.planner = Planner(cost, self.options.budget_tokens, cast(PlanMode, self.options.plan))
 
     def draft(
@@ -107,7 +113,20 @@ class Drafter:
             context_len=request.num_tokens,
             limit=request.max_nodes,
             chain_only=request.state.chain_only,
+            foresight=self._foresight(request.req_id),
         )
+
+    def _foresight(self, req_id: str) -> Foresight | None:
+        scorer = self.runner.scorer
+        if self.options.plan != "auto" or scorer.noise_at(req_id, 0) is None:
+            return None
+
+        def noise_at(depth: int) -> NoiseOf:
+            noise = scorer.noise_at(req_id, depth)
+            assert noise is not None
+            return noise
+
+        return Foresight(noise_at)
 
     def _wants_pass(self, planned: list[PlannedRequest], num_undrafted: int) -> list[bool]:
         if self.options.self_draft == "off":
@@ -154,8 +173,11 @@ class Drafter:
 
         states: per depth ``[len(requests), hidden]``, what the LM head reads.
         """
-        widths = self.options.head_tree[1:] if free else self.options.head_tree
+        widths = list(self.options.head_tree[1:] if free else self.options.head_tree)
         states = states[: len(widths)]
+        if self.options.plan == "auto":
+            # The noise picks among many what deserves a node.
+            widths = [max(width, _OFFERED_TOKENS) for width in widths]
         logits = self.runner.model.compute_logits(torch.cat(states))
         req_ids = [request.req_id for request in requests] * len(states)
         probabilities = self.runner.scorer.constrain(logits, req_ids)

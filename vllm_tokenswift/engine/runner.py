@@ -139,7 +139,7 @@ class TokenSwiftRunnerMixin(_Runner):
     def verify_shapes(self) -> list[Shape]:
         return single_request_shapes(self.num_spec_tokens)
 
-    def trial_pass(self, query_lens: Sequence[int], context: int) -> Pass:
+    def trial_pass(self, query_lens: Sequence[int], context: int, tree: DraftTree | None) -> Pass:
         """A verify pass as a step runs it, of requests that have ``context`` tokens each."""
         return attention_pass(
             self.vllm_config,
@@ -147,6 +147,7 @@ class TokenSwiftRunnerMixin(_Runner):
             self.forward_rows,
             query_lens,
             context,
+            tree,
             self.device,
         )
 

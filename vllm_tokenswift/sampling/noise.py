@@ -17,17 +17,18 @@ were chosen by someone who had looked at the draws.
 Discarding unused draws is exact under one more condition: the tree must not
 depend on them. The walk stops at a position because of that position's own
 draw; later draws were compared with nothing that was emitted, so replacing
-them by fresh independent ones changes no joint probability. Drafts here come from
-committed tokens and the model alone, which satisfies it. Exponential rows of
-*unseeded* requests are therefore not kept (a row is 4 bytes per vocabulary entry);
-everything else is.
+them by fresh independent ones changes no joint probability. Exponential rows of
+*unseeded* requests are not kept (a row is 4 bytes per vocabulary entry), and drafts do not
+look at them. Everything else is kept until its token is committed, and drafting does look
+(``draft/foresight.py``).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import log
 
 import torch
 from vllm.platforms import CpuArchEnum, current_platform
@@ -42,6 +43,11 @@ class PositionDraws(ABC):
     @abstractmethod
     def commit(self, num_tokens: int) -> None:
         """The next ``num_tokens`` positions have their tokens: drop their draws."""
+
+    def noise_at(self, depth: int) -> Callable[[int], float] | None:
+        """The exponential noise of each token at one position, or None where drafts may not
+        or cannot look at it."""
+        return None
 
 
 class NoiseSampler(ABC):
@@ -78,6 +84,27 @@ class SeedDraws(PositionDraws):
         for _ in range(min(num_tokens, len(self.pending))):
             self.pending.popleft()
 
+    def noise_at(self, depth: int) -> Callable[[int], float]:
+        key = _splitmix64(self.at(depth))
+
+        def noise(token: int) -> float:
+            bits = _splitmix64((key + (token + 1) * _SPLITMIX_GAMMA) & _MASK64) >> 11
+            return -log((bits + 0.5) * 2.0**-53)
+
+        return noise
+
+
+# vLLM's CPU kernel (``fused_gumbel_argmax``): token i's noise is SplitMix64 of (seed, i).
+_MASK64 = (1 << 64) - 1
+_SPLITMIX_GAMMA = 0x9E3779B97F4A7C15
+
+
+def _splitmix64(state: int) -> int:
+    """The output function of the SplitMix64 generator (Steele, Lea and Flood, 2014)."""
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return state ^ (state >> 31)
+
 
 class GumbelSeedSampler(NoiseSampler):
     """vLLM's sampling on the CPU."""
@@ -107,6 +134,7 @@ class RowDraws(PositionDraws):
         device: torch.device,
     ) -> None:
         super().__init__(generator)
+        self._device = device
         self._row = {"size": (vocab_size,), "dtype": dtype, "device": device}
         self.pending: deque[torch.Tensor] = deque()
 
@@ -119,6 +147,12 @@ class RowDraws(PositionDraws):
     def commit(self, num_tokens: int) -> None:
         for _ in range(min(num_tokens, len(self.pending))):
             self.pending.popleft()
+
+    def noise_at(self, depth: int) -> Callable[[int], float] | None:
+        if self.generator is None or self._device.type != "cpu":
+            return None
+        row = self.at(depth).numpy()
+        return lambda token: float(row[token])
 
 
 class ExponentialSampler(NoiseSampler):

@@ -8,7 +8,7 @@ plain decoding would have emitted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES, LogprobsMode
@@ -85,6 +85,14 @@ class TreeScorer:
 
     def _new_draws(self, generator: torch.Generator | None) -> PositionDraws:
         return self._noise.new_draws(generator)
+
+    def noise_at(self, req_id: str, depth: int) -> Callable[[int], float] | None:
+        """The noise of each token, ``depth`` positions after the request's next.
+
+        None where the request is greedy or its noise is not known beforehand.
+        """
+        state = self._states[req_id]
+        return None if state.greedy else state.draws.noise_at(depth)
 
     def remove(self, req_id: str) -> None:
         """Forget a finished request (no error if it is not known)."""
