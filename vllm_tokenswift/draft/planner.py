@@ -30,7 +30,7 @@ PlanMode = Literal["auto", "paper", "fixed"]
 # Paths less likely than this are not worth the host's time, however cheap the pass.
 _MIN_PROBABILITY = 0.004
 # Expected gain below which an iteration is decoded plainly: the estimates are no better.
-_MIN_IMPROVEMENT = 1.03
+_MIN_IMPROVEMENT = 1.05
 # A self-draft pass adds about this many nodes to what is verified.
 _SELF_DRAFT_NODES = 4
 # Share of the time that may go into self-draft passes which only ask whether they pay again.
