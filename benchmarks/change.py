@@ -75,9 +75,7 @@ def steps_of(tokens: Sequence[int], planner: Planner, limit: int) -> list[tuple[
     steps: list[tuple[int, float]] = []
 
     def note(done: int, tree: DraftTree, accepted: list[int], _: HeadCandidates | None) -> None:
-        chains = len(tree.chains) - 1
-        cost = planner.cost
-        ms = cost.verify_ms(1 + len(tree), done) + chains * cost.chain_cost_ms(done)
+        ms = planner.cost.tree_ms(len(tree), len(tree.chains) - 1, done)
         steps.append((min(len(accepted) + 1, len(tokens) - done), ms))
 
     replay(tokens, planner, limit, on_iteration=note)

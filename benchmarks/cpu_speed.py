@@ -17,7 +17,14 @@ from typing import Any
 from benchmarks import record
 from benchmarks.prompts import NUMBERS, STORY
 from vllm_tokenswift import demo_model
-from vllm_tokenswift.demo.engine_process import WINDOWED_PENALTY, Job, TextRequest, Written, run
+from vllm_tokenswift.demo.engine_process import (
+    PENALISED,
+    WINDOWED_PENALTY,
+    Job,
+    TextRequest,
+    Written,
+    run,
+)
 from vllm_tokenswift.demo.measures import distinct
 
 ENGINES: dict[str, dict[str, Any]] = {
@@ -32,12 +39,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     },
     "tokenswift": {"speculative_config": {"method": "tokenswift"}},
 }
-PENALISED = {
-    "temperature": 1.0,
-    "min_p": 0.1,
-    "seed": 1,
-    "extra_args": {"penalty_theta": 1.1, "penalty_window": 1024},
-}
 
 
 def texts(num_tokens: int) -> list[TextRequest]:
@@ -45,7 +46,7 @@ def texts(num_tokens: int) -> list[TextRequest]:
     short = {"max_tokens": num_tokens // 2, "ignore_eos": True}
     return [
         TextRequest("greedy story", STORY, {"temperature": 0.0, **length}),
-        TextRequest("sampled, windowed penalty 1.1", STORY, {**PENALISED, **length}),
+        TextRequest("sampled, windowed penalty 1.1", STORY, {**PENALISED, "seed": 1, **length}),
         TextRequest("sampled at temperature 1", STORY, {"temperature": 1.0, "seed": 1, **short}),
         TextRequest("random numbers", NUMBERS, {"temperature": 1.0, "seed": 1, **short}),
     ]

@@ -19,6 +19,7 @@ from benchmarks import record
 from benchmarks.prompts import TWENTY
 from vllm_tokenswift import demo_model
 from vllm_tokenswift.demo.engine_process import (
+    PENALISED,
     WINDOWED_PENALTY,
     Job,
     TextRequest,
@@ -30,11 +31,7 @@ from vllm_tokenswift.demo.measures import first_difference
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "seeded, min-p 0.1": {"temperature": 1.0, "min_p": 0.1},
-    "seeded, min-p 0.1, windowed penalty 1.1": {
-        "temperature": 1.0,
-        "min_p": 0.1,
-        "extra_args": {"penalty_theta": 1.1, "penalty_window": 1024},
-    },
+    "seeded, min-p 0.1, windowed penalty 1.1": PENALISED,
 }
 _LOGPROBS = 20
 

@@ -31,6 +31,7 @@ from benchmarks import change, record
 from benchmarks.prompts import CODE, RANDOM_NUMBERS, STORIES
 from vllm_tokenswift import demo_model
 from vllm_tokenswift.demo.engine_process import (
+    PENALISED,
     WINDOWED_PENALTY,
     Batch,
     BatchJob,
@@ -58,15 +59,7 @@ class Kind:
 
 KINDS = {
     "story": Kind("greedy story", STORIES, {"temperature": 0.0}),
-    "penalty": Kind(
-        "sampled, windowed penalty 1.1",
-        STORIES,
-        {
-            "temperature": 1.0,
-            "min_p": 0.1,
-            "extra_args": {"penalty_theta": 1.1, "penalty_window": 1024},
-        },
-    ),
+    "penalty": Kind("sampled, windowed penalty 1.1", STORIES, PENALISED),
     "sampled": Kind("sampled at temperature 1", STORIES, {"temperature": 1.0}),
     "code": Kind("code, temperature 0.7", CODE, {"temperature": 0.7}),
     "numbers": Kind("random numbers", RANDOM_NUMBERS, {"temperature": 1.0}),

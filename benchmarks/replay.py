@@ -20,7 +20,7 @@ from pathlib import Path
 from vllm_tokenswift.draft.cost import CostModel
 from vllm_tokenswift.draft.planner import PlanMode, Planner
 from vllm_tokenswift.draft.replay import noisy_heads, replay
-from vllm_tokenswift.explain.replayed import replayed_record
+from vllm_tokenswift.explain.replayed import ReplayRecorder
 from vllm_tokenswift.explain.stretches import regret_report, stretches, total
 
 # A 135M model on 2 CPU cores: plain steps, and verify passes of 4, 8 and 16 drafts.
@@ -102,21 +102,21 @@ def main() -> None:
             if arguments.self_draft:
                 rates = [[0.9], [0.15, 0.08, 0.05], [0.08, 0.05, 0.03]]
                 self_heads = noisy_heads(tokens, rates, free=False)
-            result = replay(tokens, planner, arguments.limit, self_heads=self_heads)
+            recorder = ReplayRecorder(name, tokens, planner, arguments.limit)
+            result = replay(
+                tokens,
+                planner,
+                arguments.limit,
+                self_heads=self_heads,
+                on_iteration=recorder.add if arguments.regret else None,
+            )
             print(
                 f"{name:22} {mode:6} {result.tokens_per_iteration:8.2f} "
                 f"{result.drafted / result.iterations:8.2f} {result.speed_up:8.3f} "
                 f"{result.planning_us:8.0f}"
             )
             if arguments.regret:
-                record = replayed_record(
-                    name,
-                    tokens,
-                    Planner(COSTS[arguments.cost], arguments.budget, mode),
-                    arguments.limit,
-                    self_heads=self_heads,
-                )
-                print(regret_report(total(stretches(record, 1))))
+                print(regret_report(total(stretches(recorder.record(), 1))))
             results.append({"text": name, "plan": mode, **asdict(result)})
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2))

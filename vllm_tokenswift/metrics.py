@@ -41,14 +41,16 @@ class Stats:
         self.num_drafting_iterations += 1
         self.num_draft_tokens += len(tree)
         self.num_accepted_tokens += len(accepted_nodes)
-        sources = tree.sources.tolist()
-        for source in sources:
-            name = Source(source).name.lower()
-            self.drafted_by_source[name] = self.drafted_by_source.get(name, 0) + 1
-        for node in accepted_nodes:
-            name = Source(sources[node - 1]).name.lower()
-            self.accepted_by_source[name] = self.accepted_by_source.get(name, 0) + 1
-        if accepted_nodes and sources[accepted_nodes[-1] - 1] in (Source.NGRAM, Source.SUFFIX):
+        drafted, accepted = tree.nodes_by_source(accepted_nodes)
+        for total, nodes in (
+            (self.drafted_by_source, drafted),
+            (self.accepted_by_source, accepted),
+        ):
+            for source in Source:
+                if nodes[source]:
+                    name = source.name.lower()
+                    total[name] = total.get(name, 0) + nodes[source]
+        if accepted_nodes and tree.sources[accepted_nodes[-1] - 1] in (Source.NGRAM, Source.SUFFIX):
             self.num_ngram_tokens += len(accepted_nodes)
 
     def alpha(self, gamma: int) -> float:

@@ -32,6 +32,10 @@ class Source(IntEnum):
     SUFFIX = 5
 
 
+BySource = tuple[int, ...]
+"""A number for each :class:`Source`, in its order."""
+
+
 @dataclass(frozen=True)
 class Chain:
     """A run of consecutive nodes in which each is the parent of the next.
@@ -136,6 +140,16 @@ class DraftTree:
         ):
             children[parent].setdefault(token, i)
         return children
+
+    def nodes_by_source(self, accepted_nodes: Sequence[int]) -> tuple[BySource, BySource]:
+        """(drafted, accepted) nodes; accepted_nodes: tree nodes, from 1."""
+        drafted, accepted = [0] * len(Source), [0] * len(Source)
+        sources = self.sources.tolist()
+        for source in sources:
+            drafted[source] += 1
+        for node in accepted_nodes:
+            accepted[sources[node - 1]] += 1
+        return tuple(drafted), tuple(accepted)
 
     def path(self, node: int) -> list[int]:
         """Draft nodes from the root's child down to ``node`` (node 0 not included)."""

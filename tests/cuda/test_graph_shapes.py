@@ -67,9 +67,11 @@ def test_plain_decodes_keep_graphs_of_one_row_each(dispatcher: TreeGraphDispatch
     mode, shape = dispatcher.dispatch(3, uniform_decode=True)
     assert mode is CUDAGraphMode.FULL
     assert shape == BatchDescriptor(num_tokens=4, num_reqs=4, uniform=True)
+    assert dispatcher.full(3, 1) == shape
 
 
 def test_without_full_graphs_there_are_no_wide_ones(dispatcher: TreeGraphDispatcher) -> None:
     dispatcher.cudagraph_keys[CUDAGraphMode.FULL].clear()
     dispatcher.initialize_cudagraph_keys(CUDAGraphMode.PIECEWISE, 33)
     assert dispatcher.wide(1, 2) is None
+    assert dispatcher.full(1, 1) is None

@@ -125,7 +125,7 @@ def test_chains_equal_dense_tree_attention_in_mixed_batches(
         block_table=torch.from_numpy(batch.block_table),
         slot_mapping=torch.zeros(total, dtype=torch.int64),
         scheduler_metadata=cpu_attention.scheduler_metadata(builder, query_start_loc, seq_lens),
-        tail_copies=batch.tail_copies(),
+        tail_copies=batch.tail_copies,
         gather_rows=torch.from_numpy(batch.gather_rows),
         scatter_slots=torch.from_numpy(batch.scatter_slots),
     )

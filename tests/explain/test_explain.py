@@ -9,9 +9,9 @@ import pytest
 from vllm_tokenswift.cli import main
 from vllm_tokenswift.draft.cost import CostModel
 from vllm_tokenswift.draft.planner import Planner
-from vllm_tokenswift.draft.replay import noisy_heads
+from vllm_tokenswift.draft.replay import noisy_heads, replay
 from vllm_tokenswift.explain.record import PROMPT, Iteration, Record
-from vllm_tokenswift.explain.replayed import replayed_record
+from vllm_tokenswift.explain.replayed import ReplayRecorder
 from vllm_tokenswift.explain.stretches import regret_report, stretches, table, total
 from vllm_tokenswift.explain.times import times_of
 from vllm_tokenswift.options import TokenSwiftOptions
@@ -25,7 +25,10 @@ TEXT = [*range(100), *([1, 2, 3, 4, 5] * 40)]  # nothing repeats, then everythin
 @pytest.fixture(scope="module")
 def record() -> Record:
     heads = noisy_heads(TEXT, [[0.5]], free=False)
-    return replayed_record("a", TEXT, Planner(COST, 32), 8, prompt_len=10, self_heads=heads)
+    planner = Planner(COST, 32)
+    recorder = ReplayRecorder("a", TEXT, planner, 8, prompt_len=10)
+    replay(TEXT, planner, 8, 10, self_heads=heads, on_iteration=recorder.add)
+    return recorder.record()
 
 
 def test_stretches_add_up_to_the_record(record: Record) -> None:

@@ -10,14 +10,18 @@ import pytest
 
 from vllm_tokenswift.draft.cost import CostModel
 from vllm_tokenswift.draft.planner import Planner
+from vllm_tokenswift.draft.replay import replay
 from vllm_tokenswift.explain.record import Record, read_record
-from vllm_tokenswift.explain.replayed import replayed_record
+from vllm_tokenswift.explain.replayed import ReplayRecorder
 
 COST = CostModel(verify_points=((1, 10.0), (17, 12.0)), chain_ms=0.1)
 
 
 def made() -> Record:
-    return replayed_record("a/1", [1, 2, 3, 4] * 20, Planner(COST), 8, prompt_len=10)
+    tokens, planner = [1, 2, 3, 4] * 20, Planner(COST)
+    recorder = ReplayRecorder("a/1", tokens, planner, 8, prompt_len=10)
+    replay(tokens, planner, 8, 10, on_iteration=recorder.add)
+    return recorder.record()
 
 
 def test_a_record_survives_its_file(tmp_path: Path) -> None:

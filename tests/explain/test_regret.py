@@ -8,14 +8,14 @@ import pytest
 
 from vllm_tokenswift.draft.cost import CostModel
 from vllm_tokenswift.draft.planner import PlanMode, Planner
-from vllm_tokenswift.draft.replay import noisy_heads
+from vllm_tokenswift.draft.replay import noisy_heads, replay
 from vllm_tokenswift.draft.state import DraftState
-from vllm_tokenswift.explain.record import NO_NODES, PROMPT, BySource, Iteration, Record
+from vllm_tokenswift.explain.record import NO_NODES, PROMPT, Iteration, Record
 from vllm_tokenswift.explain.regret import Regret, longest_offer, longest_offers, regrets
-from vllm_tokenswift.explain.replayed import replayed_record
+from vllm_tokenswift.explain.replayed import ReplayRecorder
 from vllm_tokenswift.explain.times import times_of
 from vllm_tokenswift.options import TokenSwiftOptions
-from vllm_tokenswift.tree import Source
+from vllm_tokenswift.tree import BySource, Source
 
 # One row 10 ms, and 1 ms for each further one.
 COST = CostModel(verify_points=((1, 10.0), (101, 110.0)), draft_points=((0, 6.0),), heads_ms=2.0)
@@ -48,6 +48,13 @@ def regret_of(tokens: list[int], position: int, cost: CostModel = COST, **fields
     )
     record.token_ids[: len(tokens)] = tokens
     return regrets(record)[1]
+
+
+def recorded(text: list[int], planner: Planner, prompt_len: int = 1, **heads: Any) -> Record:
+    """Of a replay with up to 16 nodes."""
+    recorder = ReplayRecorder("r", text, planner, 16, prompt_len)
+    replay(text, planner, 16, prompt_len, on_iteration=recorder.add, **heads)
+    return recorder.record()
 
 
 def test_plain_decoding_of_a_new_text_loses_nothing() -> None:
@@ -161,9 +168,7 @@ def test_causes_are_never_negative_and_add_up_to_spent_less_oracle(
         draft_points=((0, 8.0), (64, 9.0)),
     )
     heads = noisy_heads(text, [[0.6, 0.1], [0.3]], free=False)
-    record = replayed_record(
-        "r", text, Planner(cost, 32, mode), 16, prompt_len=40, self_heads=heads
-    )
+    record = recorded(text, Planner(cost, 32, mode), prompt_len=40, self_heads=heads)
     offers = longest_offers(record)
     for iteration, lost, offered in zip(record.iterations, regrets(record), offers, strict=True):
         if not iteration.is_decode:
@@ -179,8 +184,8 @@ def test_knowing_what_to_draft_is_worth_most_where_a_plan_drafts_blindly() -> No
     text = list(range(300))  # repeats nothing
     cost = CostModel(verify_points=((1, 10.0), (17, 40.0)))
     heads = noisy_heads(text, [[0.0, 0.0, 0.0]], free=True)
-    blind = replayed_record("r", text, Planner(cost, mode="fixed"), 16, free_heads=heads)
-    planned = replayed_record("r", text, Planner(cost), 16, free_heads=heads)
+    blind = recorded(text, Planner(cost, mode="fixed"), free_heads=heads)
+    planned = recorded(text, Planner(cost), free_heads=heads)
     lost = [sum(r.total_ms for r in regrets(record)) for record in (blind, planned)]
     spent = [sum(times_of(i, r).total_ms for i in r.iterations[1:]) for r in (blind, planned)]
     assert lost[0] > 0.3 * spent[0]

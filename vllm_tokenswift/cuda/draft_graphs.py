@@ -8,11 +8,8 @@ ordinary way; there is one only now and then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 from vllm.config import CUDAGraphMode
@@ -22,8 +19,7 @@ from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_tokenswift.cuda.tree_verifier import CUDATreeAttention
-from vllm_tokenswift.engine.draft_pass import DraftPass
-from vllm_tokenswift.engine.staging import Staging
+from vllm_tokenswift.engine.draft_pass import DraftPass, PassInputs
 from vllm_tokenswift.engine.tree_attention import LayerMetadata
 
 if TYPE_CHECKING:
@@ -39,13 +35,7 @@ class GraphedDraftPass(DraftPass):
     """
 
     def __init__(self, runner: TokenSwiftGPUModelRunner, budget_blocks: int) -> None:
-        super().__init__(
-            runner.vllm_config,
-            runner.tree_attention,
-            runner.forward_rows,
-            runner.input_ids.gpu,
-            runner.positions,
-        )
+        super().__init__(runner)
         self.runner = runner
         assert isinstance(runner.tree_attention, CUDATreeAttention)
         self.trees = runner.tree_attention
@@ -61,7 +51,6 @@ class GraphedDraftPass(DraftPass):
         self.slots = zeros(most, dtype=torch.int64)
         self.starts = torch.arange(most + 1, dtype=torch.int32, device=device)
         self.starts_cpu = torch.arange(most + 1, dtype=torch.int32)
-        self._graph_staging = Staging(device)
 
     def capture(self) -> None:
         """Captures a pass for every number of requests; once, at start-up."""
@@ -75,20 +64,14 @@ class GraphedDraftPass(DraftPass):
                 torch.cuda.synchronize()
         set_cudagraph_capturing_enabled(False)
 
-    def forward(
-        self,
-        tables: npt.NDArray[np.int32],
-        seq_lens: npt.NDArray[np.int32],
-        slots: npt.NDArray[np.int64],
-        token_ids: npt.NDArray[np.int32],
-        positions: npt.NDArray[np.int64],
-        ranking: Sequence[int],
-    ) -> tuple[Any, LayerMetadata]:
-        _, n, width = tables.shape
-        if ranking or n > self.counts[-1] or width > self.tables.shape[2]:
-            return super().forward(tables, seq_lens, slots, token_ids, positions, ranking)
+    def forward(self, inputs: PassInputs) -> tuple[Any, LayerMetadata]:
+        _, n, width = inputs.tables.shape
+        if inputs.ranking or n > self.counts[-1] or width > self.tables.shape[2]:
+            return super().forward(inputs)
         count = next(count for count in self.counts if count >= n)
-        given = self._graph_staging.to_device(tables, seq_lens, slots, token_ids, positions)
+        given = self._staging.to_device(
+            inputs.tables, inputs.seq_lens, inputs.slots, inputs.token_ids, inputs.positions
+        )
         buffers = (
             self.tables[:, :n, :width],
             self.seq_lens[:n],

@@ -70,6 +70,13 @@ class TreeGraphDispatcher(CudagraphDispatcher):
         descriptor = wide_descriptor(count, width)
         return descriptor if descriptor in self.cudagraph_keys[CUDAGraphMode.FULL] else None
 
+    def full(self, num_reqs: int, max_rows: int) -> BatchDescriptor | None:
+        """The same for any number of rows: a single one is plain decoding's."""
+        if max_rows > 1:
+            return self.wide(num_reqs, max_rows)
+        mode, descriptor = self.dispatch(num_reqs, uniform_decode=True)
+        return descriptor if mode is CUDAGraphMode.FULL else None
+
 
 def wide_descriptor(num_reqs: int, width: int) -> BatchDescriptor:
     return BatchDescriptor(num_tokens=num_reqs * width, num_reqs=num_reqs, uniform=True)

@@ -110,8 +110,7 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
     def make_draft_pass(self) -> DraftPass:
         if not self.graphs.wide_shapes:  # no full graphs
             return super().make_draft_pass()
-        table = self.draft_table()
-        return GraphedDraftPass(self, table.budget_blocks)
+        return GraphedDraftPass(self, self.draft_table().budget_blocks)
 
     def verify_shapes(self) -> list[Shape]:
         """Captured shapes: one request at every width, then more requests at the widest."""
@@ -133,13 +132,9 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
         return super().trial_pass(query_lens, context, tree)
 
     def trial_pass(self, query_lens: Sequence[int], context: int, tree: DraftTree | None) -> Pass:
-        count, width = len(query_lens), max(query_lens)
-        mode, shape = self.graphs.dispatch(count, uniform_decode=True)
-        if width > 1:
-            wide = self.graphs.wide(count, width)
-            mode = CUDAGraphMode.NONE if wide is None else CUDAGraphMode.FULL
-            shape = wide or shape
-        if mode is not CUDAGraphMode.FULL or min(query_lens) != width:
+        width = max(query_lens)
+        shape = self.graphs.full(len(query_lens), width)
+        if shape is None or min(query_lens) != width:
             return super().trial_pass(query_lens, context, tree)
         return self._replay(shape, context)
 

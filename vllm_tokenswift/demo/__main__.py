@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_tokenswift import demo_model
-from vllm_tokenswift.demo.engine_process import WINDOWED_PENALTY, Job, TextRequest, run
+from vllm_tokenswift.demo.engine_process import PENALISED, WINDOWED_PENALTY, Job, TextRequest, run
 from vllm_tokenswift.demo.measures import Comparison, table
 from vllm_tokenswift.demo.plot import time_against_tokens
 from vllm_tokenswift.options import TokenSwiftOptions
@@ -22,12 +22,7 @@ PROMPT = (
 def requests(num_tokens: int, seed: int) -> list[TextRequest]:
     """The greedy text, and the paper's recipe with the penalty that this small model bears."""
     length = {"max_tokens": num_tokens, "min_tokens": num_tokens}
-    penalised = {
-        "temperature": 1.0,
-        "min_p": 0.1,
-        "seed": seed,
-        "extra_args": {"penalty_theta": 1.1, "penalty_window": 1024},
-    }
+    penalised = {**PENALISED, "seed": seed}
     return [
         TextRequest("greedy", PROMPT, {"temperature": 0.0, **length}),
         TextRequest("sampled, windowed penalty 1.1", PROMPT, {**penalised, **length}),

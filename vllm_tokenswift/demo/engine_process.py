@@ -20,6 +20,12 @@ from pathlib import Path
 from typing import Any
 
 WINDOWED_PENALTY = "vllm_tokenswift.sampling.processors:WindowedPenalty"
+# The paper's recipe, with the penalty that the embedded model bears.
+PENALISED = {
+    "temperature": 1.0,
+    "min_p": 0.1,
+    "extra_args": {"penalty_theta": 1.1, "penalty_window": 1024},
+}
 _WARM_UP_TOKENS = 64
 _WARM_UP_TOKENS_OF_A_BATCH = 16
 

@@ -74,6 +74,11 @@ class CostModel:
             + self.chain_ms * num_chains
         )
 
+    def tree_ms(self, num_nodes: int, side_chains: int, context_len: int) -> float:
+        """A pass that verifies one request's tree of ``num_nodes`` drafts."""
+        chains_ms = side_chains * self.chain_cost_ms(context_len)
+        return self.verify_ms(1 + num_nodes, context_len) + chains_ms
+
     def context_ms(self, context_tokens: int) -> float:
         """What reading ``context_tokens`` of prefix adds to a pass."""
         return self.context_ms_per_token * context_tokens

@@ -59,9 +59,9 @@ class Foresight:
 
     def weighed(self, rate: float, depth: int, token: int) -> float:
         """The chance that an offered token is accepted, which is ``rate`` over all noise."""
-        if rate < _LEAST_RATE:
+        if not _LEAST_RATE <= rate < 1.0:
             return rate
         factor = _ODDS_FACTORS[bisect_right(_NOISE_EDGES, self.noise(depth, token))]
         # The surer an offer, the less it depends on luck.
-        odds = rate / (1.0 - rate) * (1.0 + (factor - 1.0) * (1.0 - rate)) if rate < 1.0 else 1e9
+        odds = rate / (1.0 - rate) * (1.0 + (factor - 1.0) * (1.0 - rate))
         return odds / (1.0 + odds)

@@ -87,8 +87,7 @@ def replay(
         if on_iteration is not None:
             on_iteration(done, tree, accepted, request.heads)
         emitted = tokens[done : done + len(accepted) + 1]
-        chains = len(tree.chains) - 1
-        step_ms += cost.verify_ms(1 + len(tree), done) + chains * cost.chain_cost_ms(done)
+        step_ms += cost.tree_ms(len(tree), len(tree.chains) - 1, done)
         plain_ms += sum(cost.verify_ms(1, done + i) for i in range(len(emitted)))
         began = time.process_time()
         state.extend(emitted)

@@ -36,7 +36,7 @@ class VirtualBatch:
 
     query_start_loc: int32 ``[v + 1]``; seq_lens: int32 ``[v]``;
     block_table: int32 ``[v, blocks]``, physical blocks.
-    tail_sources, tail_targets: int64 ``[c]``: whole blocks to copy before attention.
+    tail_copies: whole blocks to copy before attention: a source, and targets in a row.
     gather_rows: int64 ``[m]``: query rows whose K and V are also written to
     ``scatter_slots`` int64 ``[m]``.
     gathered: ``(req_id, node) -> index`` into ``gather_rows``.
@@ -47,24 +47,11 @@ class VirtualBatch:
     query_start_loc: npt.NDArray[np.int32]
     seq_lens: npt.NDArray[np.int32]
     block_table: npt.NDArray[np.int32]
-    tail_sources: npt.NDArray[np.int64]
-    tail_targets: npt.NDArray[np.int64]
+    tail_copies: list[tuple[int, slice]]
     gather_rows: npt.NDArray[np.int64]
     scatter_slots: npt.NDArray[np.int64]
     gathered: dict[tuple[str, int], int] = field(default_factory=dict)
     dead_nodes: dict[str, frozenset[int]] = field(default_factory=dict)
-
-    def tail_copies(self) -> list[tuple[int, slice]]:
-        """Source block and target blocks of each copy: targets in a row are copied at once."""
-        copies: list[tuple[int, slice]] = []
-        for source, target in zip(
-            self.tail_sources.tolist(), self.tail_targets.tolist(), strict=True
-        ):
-            start = target
-            if copies and copies[-1][0] == source and copies[-1][1].stop == target:
-                start = copies.pop()[1].start
-            copies.append((source, slice(start, target + 1)))
-        return copies
 
 
 def cut_into_chains(
@@ -87,8 +74,7 @@ def cut_into_chains(
     starts: list[int] = []
     lens: list[int] = []
     tables: list[npt.NDArray[np.int32]] = []
-    tail_sources: list[int] = []
-    tail_targets: list[int] = []
+    tail_copies: list[tuple[int, slice]] = []
     gather_rows: list[int] = []
     scatter_slots: list[int] = []
     gathered: dict[tuple[str, int], int] = {}
@@ -116,23 +102,21 @@ def cut_into_chains(
         for chain in sides:
             end = rows.root_position + int(depths[chain.last]) + 1
             num_scratch = -(-end // block_size) - first_block
+            starts.append(rows.root_row + chain.first)
             if num_scratch > room or not request_dead.isdisjoint(chain.ancestors):
                 request_dead.update(range(chain.first, chain.last + 1))
                 # The rows still need a sequence to be computed in: any valid one.
-                starts.append(rows.root_row + chain.first)
                 lens.append(rows.root_position + chain.num_nodes)
                 tables.append(table)
                 continue
             room -= num_scratch
-            starts.append(rows.root_row + chain.first)
             lens.append(end)
             tables.append(table.copy())
             alive.append((chain, num_scratch, tables[-1]))
         # All first blocks before any other: copies of one tail to blocks in a row are one copy.
         firsts = [free.pop() for _ in alive]
         if tail_tokens:
-            tail_sources += [int(table[first_block])] * len(alive)
-            tail_targets += firsts
+            tail_copies += [(int(table[first_block]), run) for run in _runs(firsts)]
         for (chain, num_scratch, chain_table), first in zip(alive, firsts, strict=True):
             scratch = [first, *(free.pop() for _ in range(num_scratch - 1))]
             chain_table[first_block : first_block + num_scratch] = scratch
@@ -151,10 +135,18 @@ def cut_into_chains(
         np.asarray(starts, np.int32),
         np.asarray(lens, np.int32),
         np.stack(tables),
-        np.asarray(tail_sources, np.int64),
-        np.asarray(tail_targets, np.int64),
+        tail_copies,
         np.asarray(gather_rows, np.int64),
         np.asarray(scatter_slots, np.int64),
         gathered,
         dead,
     )
+
+
+def _runs(blocks: Sequence[int]) -> list[slice]:
+    """The blocks, ascending, as ranges of consecutive ones."""
+    runs: list[slice] = []
+    for block in blocks:
+        start = runs.pop().start if runs and runs[-1].stop == block else block
+        runs.append(slice(start, block + 1))
+    return runs

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +27,7 @@ from vllm.logger import init_logger
 import vllm_tokenswift
 from vllm_tokenswift.draft.cost import CostModel
 from vllm_tokenswift.engine.cost_curve import CostCurve, Shape
+from vllm_tokenswift.heads.files import write_text_whole
 from vllm_tokenswift.heads.model import DraftHeads
 from vllm_tokenswift.home import cache_home
 
@@ -49,30 +48,37 @@ def cached_cost(runner: TokenSwiftRunnerMixin, curve: CostCurve) -> CostModel:
     To be called on every rank, and the same on every rank.
     """
     shapes = runner.verify_shapes()
-    num_blocks, max_model_len = runner.kv_cache_config.num_blocks, runner.max_model_len
-    contexts = curve.contexts(shapes, num_blocks, max_model_len)
+    contexts = curve.contexts(shapes, runner.kv_cache_config.num_blocks, runner.max_model_len)
     return measured_once(
         cost_key(runner.vllm_config, curve, runner.drafter.heads, shapes, contexts),
-        lambda: curve.measure(shapes, num_blocks, max_model_len),
+        lambda: curve.measure(shapes, *contexts),
     )
 
 
 def measured_once(key: Key, measure: Callable[[], CostModel]) -> CostModel:
-    """The cost model kept for ``key``; else what ``measure`` returns on all ranks, kept by rank 0.
+    """The cost model kept for ``key``; else what rank 0 measured and keeps now.
+
+    measure: called on all ranks together, which then plan with rank 0's result: decisions
+    taken from each rank's own clock would differ between ranks and hang them.
 
     A folder that cannot be read or written costs a warning and the measurement.
     """
-    group = get_tp_group()
-    cost = read_cost(key) if group.rank_in_group == 0 else None
-    if group.world_size > 1:
-        text = group.broadcast_object(None if cost is None else cost.to_json(), src=0)
-        cost = None if text is None else CostModel.from_json(text)
-    if cost is not None:
-        return cost
-    cost = measure()
-    if group.rank_in_group == 0:
-        write_cost(key, cost)
+    is_first = get_tp_group().rank_in_group == 0
+    cost = _from_rank_0(read_cost(key) if is_first else None)
+    if cost is None:
+        cost = _from_rank_0(measure())
+        assert cost is not None
+        if is_first:
+            write_cost(key, cost)
     return cost
+
+
+def _from_rank_0(cost: CostModel | None) -> CostModel | None:
+    group = get_tp_group()
+    if group.world_size == 1:
+        return cost
+    text = group.broadcast_object(None if cost is None else cost.to_json(), src=0)
+    return None if text is None else CostModel.from_json(text)
 
 
 def cost_key(
@@ -149,11 +155,7 @@ def write_cost(key: Key, cost: CostModel) -> None:
     text = json.dumps({"key": key, "cost": json.loads(cost.to_json())}, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A name of its own: engines may start at the same moment.
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".writing-") as scratch:
-            draft = Path(scratch) / path.name
-            draft.write_text(text + "\n", encoding="utf-8")
-            os.replace(draft, path)
+        write_text_whole(path, text + "\n")
     except OSError as error:
         logger.warning("the measured costs cannot be kept in %s: %s", path, error)
 

@@ -1,8 +1,8 @@
 """Measures, at start-up, what passes cost on this machine (:class:`CostModel`).
 
 Real passes of the model through the attention that serves requests, over an empty
-KV cache; a few seconds. Rank 0 measures what all ranks plan with: a decision taken
-from one rank's clock alone would differ between ranks and hang them.
+KV cache; a few seconds. Ranks measure together; all plan with what rank 0 measured
+(``cost_cache.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed import get_tp_group
 from vllm.forward_context import set_forward_context
 
 from vllm_tokenswift.draft.cost import CostModel
@@ -26,9 +25,6 @@ from vllm_tokenswift.tree import DraftTree
 
 LONG_CONTEXT_TOKENS = 4096
 REPETITIONS = 5
-# The first branch costs most (rows gathered and written again in every layer), and most trees
-# that branch have one or two.
-_TIMED_BRANCHES = 1
 
 
 Pass = Callable[[], Any]
@@ -77,9 +73,8 @@ class CostCurve:
         self.host_bound = host_bound
         self.device = device
 
-    def measure(self, shapes: Sequence[Shape], num_blocks: int, max_model_len: int) -> CostModel:
-        """shapes: ascending, the first a plain decode; num_blocks: blocks of the (empty) cache."""
-        short, long = self.contexts(shapes, num_blocks, max_model_len)
+    def measure(self, shapes: Sequence[Shape], short: int, long: int) -> CostModel:
+        """shapes: ascending, the first a plain decode; short, long: see :meth:`contexts`."""
         verify = [
             (n, ms)
             for shape in shapes
@@ -91,9 +86,7 @@ class CostCurve:
             0.0 if self.host_bound is None else self._median_ms(self.host_bound([1], short, None))
         )
         if long <= 2 * short:
-            return self._agreed(
-                CostModel(tuple(verify), heads_ms=heads_ms, host_bound_ms=host_bound_ms)
-            )
+            return CostModel(tuple(verify), heads_ms=heads_ms, host_bound_ms=host_bound_ms)
         plain_long = self._pass_ms([1], long)
         context = max(0.0, (plain_long - verify[0][1]) / (long - short))
         chain_short = chain_context = 0.0
@@ -102,16 +95,17 @@ class CostCurve:
             chain_context = max(0.0, (per_chain[1] - per_chain[0]) / (long - short))
             chain_short = max(0.0, per_chain[0] - chain_context * short)
         draft = ((short, verify[0][1]), (long, plain_long))
-        return self._agreed(
-            CostModel(
-                tuple(verify), context, chain_short, chain_context, draft, heads_ms, host_bound_ms
-            )
+        return CostModel(
+            tuple(verify), context, chain_short, chain_context, draft, heads_ms, host_bound_ms
         )
 
     def contexts(
         self, shapes: Sequence[Shape], num_blocks: int, max_model_len: int
     ) -> tuple[int, int]:
-        """The short and the long context, in tokens, at which passes are timed."""
+        """The short and the long context, in tokens, at which passes are timed.
+
+        num_blocks: blocks of the (empty) cache.
+        """
         most_rows = max(max(shape.query_lens) for shape in shapes)
         long = min(
             LONG_CONTEXT_TOKENS,
@@ -120,19 +114,13 @@ class CostCurve:
         )
         return min(32, long), long
 
-    def _agreed(self, cost: CostModel) -> CostModel:
-        group = get_tp_group()
-        if group.world_size == 1:
-            return cost
-        return CostModel.from_json(group.broadcast_object(cost.to_json(), src=0))
-
     def _chain_ms(self, context: int) -> float:
-        """What a side chain adds to a pass: a tree of branches against a chain of as many rows."""
-        branches = min(_TIMED_BRANCHES, self.attention.max_side_chains)
-        tree = DraftTree.build([0] * (branches + 1), [0] * (branches + 1))
-        branching = self.make_pass([branches + 2], context, tree)
-        with_branches = self._median_ms(lambda: self.logits(branching()))
-        return max(0.0, with_branches - self._pass_ms([branches + 2], context)) / branches
+        """What a side chain adds: a tree with a branch against a chain of as many rows."""
+        # One branch: the first costs most (rows gathered and written again in every layer), and
+        # most trees that branch have one or two.
+        branching = self.make_pass([3], context, DraftTree.build([0, 0], [0, 0]))
+        with_branch = self._median_ms(lambda: self.logits(branching()))
+        return max(0.0, with_branch - self._pass_ms([3], context))
 
     def _pass_ms(self, query_lens: Sequence[int], context: int) -> float:
         """Median time of a target pass with its logits, every query after ``context`` tokens."""

@@ -127,7 +127,7 @@ class CPUTreeAttention:
         )
         chained = ChainMetadata(
             **fields,
-            tail_copies=batch.tail_copies(),
+            tail_copies=batch.tail_copies,
             gather_rows=torch.from_numpy(batch.gather_rows),
             scatter_slots=torch.from_numpy(batch.scatter_slots),
         )

@@ -9,9 +9,9 @@ it, so nothing approximate survives in the full cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,11 @@ from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 
 from vllm_tokenswift.engine.staging import Staging
-from vllm_tokenswift.engine.tree_attention import LayerMetadata, TreeAttention
+from vllm_tokenswift.engine.tree_attention import LayerMetadata
 from vllm_tokenswift.partial_kv.table import DraftBlockTable
+
+if TYPE_CHECKING:
+    from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,23 @@ class DraftRow:
     table: DraftBlockTable
 
 
+@dataclass(frozen=True)
+class PassInputs:
+    """A draft pass laid out on the host; a row is a request.
+
+    tables: int32 ``[layers, rows, blocks]``, physical; seq_lens: int32 ``[rows]``, tokens of
+    each compact sequence; slots: int64, token_ids: int32, positions: int64, all ``[rows]``.
+    ranking: rows whose query is kept to rank their blocks.
+    """
+
+    tables: npt.NDArray[np.int32]
+    seq_lens: npt.NDArray[np.int32]
+    slots: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[np.int32]
+    positions: npt.NDArray[np.int64]
+    ranking: Sequence[int]
+
+
 @dataclass
 class DraftPassRecord:
     """Which blocks a pass read: logical, ``[layers, blocks]`` for each request (for inspection)."""
@@ -48,26 +68,15 @@ class DraftPassRecord:
 
 
 class DraftPass:
-    """Runs draft passes over the runner's own input buffers.
+    """Runs draft passes over the runner's own input buffers (fixed addresses for CUDA graphs)."""
 
-    model: ``(input_ids, positions) -> hidden states``, called inside the forward context.
-    input_ids, positions: the runner's persistent buffers (fixed addresses for CUDA graphs).
-    """
-
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        attention: TreeAttention,
-        model: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-    ) -> None:
-        self.vllm_config = vllm_config
-        self.attention = attention
-        self.model = model
-        self.input_ids = input_ids
-        self.positions = positions
-        self._staging = Staging(input_ids.device)
+    def __init__(self, runner: TokenSwiftRunnerMixin) -> None:
+        self.vllm_config: VllmConfig = runner.vllm_config
+        self.attention = runner.tree_attention
+        self.model = runner.forward_rows
+        self.input_ids: torch.Tensor = runner.input_ids.gpu
+        self.positions: torch.Tensor = runner.positions
+        self._staging = Staging(runner.device)
         self.last: DraftPassRecord | None = None
 
     def run(self, rows: list[DraftRow]) -> torch.Tensor:
@@ -92,7 +101,8 @@ class DraftPass:
 
         token_ids = np.array([row.token for row in rows], np.int32)
         positions = np.array([row.num_tokens - 1 for row in rows], np.int64)
-        output, metadata = self.forward(tables, seq_lens, slots, token_ids, positions, ranking)
+        inputs = PassInputs(tables, seq_lens, slots, token_ids, positions, ranking)
+        output, metadata = self.forward(inputs)
         for query_index, i in enumerate(ranking):
             self._rank(metadata, query_index, rows[i])
         self.last = DraftPassRecord(
@@ -101,25 +111,14 @@ class DraftPass:
         )
         return output
 
-    def forward(
-        self,
-        tables: npt.NDArray[np.int32],
-        seq_lens: npt.NDArray[np.int32],
-        slots: npt.NDArray[np.int64],
-        token_ids: npt.NDArray[np.int32],
-        positions: npt.NDArray[np.int64],
-        ranking: Sequence[int],
-    ) -> tuple[Any, LayerMetadata]:
-        """What the model returns for the rows, and the metadata it ran with.
-
-        tables: ``[layers, rows, blocks]``, physical; ranking: rows whose query is kept.
-        """
-        attention, n = self.attention, len(token_ids)
+    def forward(self, inputs: PassInputs) -> tuple[Any, LayerMetadata]:
+        """What the model returns for the rows, and the metadata it ran with."""
+        attention, n = self.attention, len(inputs.token_ids)
         slot_mapping, token_ids_d, positions_d = self._staging.to_device(
-            slots, token_ids, positions
+            inputs.slots, inputs.token_ids, inputs.positions
         )
         metadata = attention.draft_metadata(
-            tables, seq_lens, slot_mapping, np.asarray(ranking, np.int64)
+            inputs.tables, inputs.seq_lens, slot_mapping, np.asarray(inputs.ranking, np.int64)
         )
         self.input_ids[:n].copy_(token_ids_d)
         self.positions[:n].copy_(positions_d)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -78,7 +78,7 @@ class Drafter:
         """
         if not requests:
             return []
-        planned = [self._planned(request, None) for request in requests]
+        planned = [self._planned(request) for request in requests]
         passes = self._wants_pass(planned, num_undrafted)
         self._draft_with(planned, requests, passes, self._self_draft)
         if self.heads is not None and self.options.head_source != "draft":
@@ -104,12 +104,12 @@ class Drafter:
         if not chosen:
             return
         for i, candidates in zip(chosen, source([requests[i] for i in chosen]), strict=True):
-            planned[i] = self._planned(requests[i], candidates)
+            planned[i] = replace(planned[i], heads=candidates)
 
-    def _planned(self, request: DraftRequest, heads: HeadCandidates | None) -> PlannedRequest:
+    def _planned(self, request: DraftRequest) -> PlannedRequest:
         return PlannedRequest(
             state=request.state.draft,
-            heads=heads,
+            heads=None,
             context_len=request.num_tokens,
             limit=request.max_nodes,
             chain_only=request.state.chain_only,

@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 
 from vllm_tokenswift.draft.planner import Planner
 from vllm_tokenswift.draft.state import DraftState
-from vllm_tokenswift.explain.record import PROMPT, Iteration, Record, nodes_by_source
+from vllm_tokenswift.explain.record import PROMPT, Iteration, Record
 from vllm_tokenswift.metrics import Stats
 from vllm_tokenswift.options import TokenSwiftOptions
 from vllm_tokenswift.tree import DraftTree
@@ -94,7 +94,7 @@ class Recorder:
         running = self._running[req_id]
         drafted = running.drafted or _Drafted(("none",))
         running.drafted = None
-        by_source, accepted_by_source = nodes_by_source(tree, accepted_nodes)
+        by_source, accepted_by_source = tree.nodes_by_source(accepted_nodes)
         running.iterations.append(
             Iteration(
                 position=len(running.token_ids),

@@ -37,7 +37,7 @@ from vllm_tokenswift.engine.drafting import Drafter, DraftRequest
 from vllm_tokenswift.engine.recording import Recorder
 from vllm_tokenswift.engine.requests import RequestState
 from vllm_tokenswift.engine.staging import Staging
-from vllm_tokenswift.engine.step_inputs import StepInputs, logits_layout
+from vllm_tokenswift.engine.step_inputs import StepInputs, logits_layout, logits_rows
 from vllm_tokenswift.engine.tree_attention import TreeAttention
 from vllm_tokenswift.engine.verify_plan import NO_TREES, TreeRows, VerifyPlan
 from vllm_tokenswift.heads.skip_weights import head_weights_skipped
@@ -124,13 +124,7 @@ class TokenSwiftRunnerMixin(_Runner):
         return self._model_forward(input_ids=input_ids, positions=positions)
 
     def make_draft_pass(self) -> DraftPass:
-        return DraftPass(
-            self.vllm_config,
-            self.tree_attention,
-            self.forward_rows,
-            self.input_ids.gpu,
-            self.positions,
-        )
+        return DraftPass(self)
 
     # What the cost curve times.
 
@@ -238,10 +232,8 @@ class TokenSwiftRunnerMixin(_Runner):
     def _calc_spec_decode_metadata(
         self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
     ) -> SpecDecodeMetadata:
-        num_rows = num_draft_tokens + 1
-        ends = np.cumsum(num_rows)
-        rows = np.arange(ends[-1]) + np.repeat(cu_num_scheduled_tokens - ends, num_rows)
-        [indices] = self._staging.to_device(rows.astype(np.int32))
+        rows = logits_rows(num_draft_tokens, cu_num_scheduled_tokens)
+        [indices] = self._staging.to_device(rows)
         return logits_layout(indices, num_draft_tokens)
 
     def _make_plan(

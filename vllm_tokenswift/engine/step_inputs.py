@@ -71,12 +71,9 @@ class StepInputs:
         num_drafts = np.zeros(num_reqs, np.int64)
         for tree in plan.trees:
             num_drafts[tree.batch_row] = len(tree.tree)
-        num_logits = num_drafts + 1
-        ends = np.cumsum(num_logits)
-        logits_rows = np.arange(ends[-1]) + np.repeat(stops - ends, num_logits)
 
         *given, logits_indices = self._staging.to_device(
-            positions, slots, token_ids, lengths, starts, logits_rows.astype(np.int32)
+            positions, slots, token_ids, lengths, starts, logits_rows(num_drafts, stops)
         )
         buffers: tuple[Any, ...] = (
             runner.positions[:num_rows],
@@ -88,7 +85,20 @@ class StepInputs:
         for buffer, values in zip(buffers, given, strict=True):
             buffer.copy_(values)
         metadata = logits_layout(logits_indices, num_drafts)
-        return logits_indices, metadata, int(num_logits.max())
+        return logits_indices, metadata, int(num_drafts.max()) + 1
+
+
+def logits_rows(
+    num_drafts: npt.NDArray[np.integer[Any]], stops: npt.NDArray[np.integer[Any]]
+) -> npt.NDArray[np.int32]:
+    """The query rows to make logits for: every request's last ones, its root's first.
+
+    num_drafts: ``[requests]``; stops: ``[requests]``, where each request's query rows end.
+    """
+    num_rows = num_drafts + 1
+    ends = np.cumsum(num_rows)
+    rows = np.arange(ends[-1]) + np.repeat(stops - ends, num_rows)
+    return rows.astype(np.int32)
 
 
 def logits_layout(

@@ -13,12 +13,9 @@ from typing import Any
 from vllm_tokenswift.draft.cost import CostModel
 from vllm_tokenswift.draft.state import DraftState
 from vllm_tokenswift.options import TokenSwiftOptions
-from vllm_tokenswift.tree import DraftTree, Source
+from vllm_tokenswift.tree import BySource, Source
 
 FORMAT = 1
-
-BySource = tuple[int, ...]
-"""A number for each :class:`~vllm_tokenswift.tree.Source`, in its order."""
 
 NO_NODES: BySource = (0,) * len(Source)
 PROMPT = "prompt"
@@ -59,19 +56,6 @@ class Iteration:
     @property
     def is_decode(self) -> bool:
         return PROMPT not in self.decisions
-
-
-def nodes_by_source(tree: DraftTree, accepted_nodes: list[int]) -> tuple[BySource, BySource]:
-    """(drafted, accepted) nodes of a verified tree; accepted_nodes: tree nodes, from 1."""
-    if not len(tree):
-        return NO_NODES, NO_NODES
-    drafted, accepted = [0] * len(Source), [0] * len(Source)
-    sources = tree.sources.tolist()
-    for source in sources:
-        drafted[source] += 1
-    for node in accepted_nodes:
-        accepted[sources[node - 1]] += 1
-    return tuple(drafted), tuple(accepted)
 
 
 @dataclass

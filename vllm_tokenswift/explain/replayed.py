@@ -6,35 +6,38 @@ from collections.abc import Sequence
 
 from vllm_tokenswift.draft.candidates import HeadCandidates
 from vllm_tokenswift.draft.planner import Planner
-from vllm_tokenswift.draft.replay import Heads, replay
-from vllm_tokenswift.explain.record import PROMPT, Iteration, Record, nodes_by_source
+from vllm_tokenswift.explain.record import PROMPT, Iteration, Record
 from vllm_tokenswift.options import TokenSwiftOptions
 from vllm_tokenswift.tree import DraftTree
 
 
-def replayed_record(
-    name: str,
-    tokens: Sequence[int],
-    planner: Planner,
-    limit: int,
-    prompt_len: int = 1,
-    self_heads: Heads | None = None,
-    free_heads: Heads | None = None,
-) -> Record:
-    """The record of :func:`~vllm_tokenswift.draft.replay.replay` of ``tokens``."""
-    iterations = [Iteration(prompt_len, emitted=1, decisions=(PROMPT,))]
+class ReplayRecorder:
+    """Follows a :func:`~vllm_tokenswift.draft.replay.replay` of ``tokens`` by this planner.
+
+    ``add`` is the replay's ``on_iteration``; limit, prompt_len: what the replay is given.
+    """
+
+    def __init__(
+        self, name: str, tokens: Sequence[int], planner: Planner, limit: int, prompt_len: int = 1
+    ) -> None:
+        self._name = name
+        self._tokens = list(tokens)
+        self._planner = planner
+        self._limit = limit
+        self._prompt_len = prompt_len
+        self._iterations = [Iteration(prompt_len, emitted=1, decisions=(PROMPT,))]
 
     def add(
-        position: int, tree: DraftTree, accepted: list[int], heads: HeadCandidates | None
+        self, position: int, tree: DraftTree, accepted: list[int], heads: HeadCandidates | None
     ) -> None:
-        drafted_by_source, accepted_by_source = nodes_by_source(tree, accepted)
+        drafted_by_source, accepted_by_source = tree.nodes_by_source(accepted)
         decisions = ["drafted" if len(tree) else "plain"]
         if heads is not None:
             decisions.append("free_heads" if heads.free else "self_draft")
-        iterations.append(
+        self._iterations.append(
             Iteration(
                 position,
-                emitted=min(len(accepted) + 1, len(tokens) - position),
+                emitted=min(len(accepted) + 1, len(self._tokens) - position),
                 drafted=drafted_by_source,
                 accepted=accepted_by_source,
                 side_chains=len(tree.chains) - 1,
@@ -44,8 +47,12 @@ def replayed_record(
             )
         )
 
-    replay(tokens, planner, limit, prompt_len, self_heads, free_heads, on_iteration=add)
-    options = TokenSwiftOptions(
-        num_speculative_tokens=limit, plan=planner.mode, budget_tokens=planner.budget
-    )
-    return Record(name, prompt_len, list(tokens), planner.cost, options, iterations)
+    def record(self) -> Record:
+        """The record, once the replay has ended."""
+        planner = self._planner
+        options = TokenSwiftOptions(
+            num_speculative_tokens=self._limit, plan=planner.mode, budget_tokens=planner.budget
+        )
+        return Record(
+            self._name, self._prompt_len, self._tokens, planner.cost, options, self._iterations
+        )

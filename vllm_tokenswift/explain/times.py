@@ -34,11 +34,9 @@ class Times:
 def times_of(iteration: Iteration, record: Record) -> Times:
     """Of a decode iteration (the prompt's is not drafting's)."""
     cost, position = record.cost, iteration.position
-    verify_ms = cost.verify_ms(1 + iteration.num_drafted, position)
-    verify_ms += iteration.side_chains * cost.chain_cost_ms(position)
     kv_tokens = min(record.options.budget_tokens, position)
     return Times(
-        verify_ms,
+        cost.tree_ms(iteration.num_drafted, iteration.side_chains, position),
         iteration.passes * _pass_ms(cost, kv_tokens) if iteration.passes else 0.0,
         cost.heads_ms if iteration.free_heads else 0.0,
     )

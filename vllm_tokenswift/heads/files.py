@@ -105,15 +105,22 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise
 
 
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A draft that stands at ``path`` once the block has ended, whoever else is writing there."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
+        draft = Path(scratch) / path.name
+        yield draft
+        os.replace(draft, path)
+
+
 def write_text_whole(path: Path, text: str) -> None:
     """Write a text file so that a reader finds the old contents or the new."""
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
+    with _whole(path) as draft:
+        draft.write_text(text, encoding="utf-8")
 
 
 def save_state_whole(path: Path, state: dict[str, Any]) -> None:
     """``torch.save`` with the same promise."""
-    draft = path.with_name(f".{path.name}.draft")
-    torch.save(state, draft)
-    os.replace(draft, path)
+    with _whole(path) as draft:
+        torch.save(state, draft)

@@ -134,13 +134,14 @@ class RowDraws(PositionDraws):
         device: torch.device,
     ) -> None:
         super().__init__(generator)
+        self._vocab_size = vocab_size
+        self._dtype = dtype
         self._device = device
-        self._row = {"size": (vocab_size,), "dtype": dtype, "device": device}
         self.pending: deque[torch.Tensor] = deque()
 
     def at(self, depth: int) -> torch.Tensor:
         while len(self.pending) <= depth:
-            row = torch.empty(**self._row)  # type: ignore[call-overload]
+            row = torch.empty(self._vocab_size, dtype=self._dtype, device=self._device)
             self.pending.append(row.exponential_(generator=self.generator))
         return self.pending[depth]
 
