@@ -9,6 +9,7 @@ import pytest
 
 from vllm_tokenswift.draft.candidates import (
     NO_CELL,
+    NO_ROW,
     Handle,
     HeadCandidates,
     HeadOffer,
@@ -191,6 +192,17 @@ def test_heads_name_their_sources_by_depth() -> None:
     assert tree.sources.tolist() == [Source.SELF, Source.HEADS, Source.HEADS, Source.HEADS]
     free = HeadCandidates([[1]], [[0.5]], free=True)
     assert grow_tree([HeadOffer(None, free, (1,))], 10).sources.tolist() == [Source.FREE_HEADS]
+
+
+def test_rows_of_heads_follow_only_the_tokens_they_were_asked_behind() -> None:
+    along_paths = HeadCandidates(
+        [[1, 2, 3], [10, 11], [20, 21]],
+        [[0.5, 0.3, 0.1], [0.6, 0.2], [0.4, 0.3]],
+        free=True,
+        below=[[1, NO_ROW, 2], [NO_ROW, NO_ROW], [NO_ROW, NO_ROW]],
+    )
+    tree = grow_tree([HeadOffer(None, along_paths, (3, 3))], 100)
+    assert set(tree_paths(tree)) == {(1,), (2,), (3,), (1, 10), (1, 11), (3, 20), (3, 21)}
 
 
 def test_heads_of_unequal_shapes_are_refused() -> None:

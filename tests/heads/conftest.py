@@ -53,9 +53,14 @@ def _small_target(model_type: str, tied: bool) -> PreTrainedModel:
     return model.eval()
 
 
-def _random_heads(form: str, num_heads: int = 3, hidden_size: int = HIDDEN_SIZE) -> DraftHeads:
+def _random_heads(
+    form: str,
+    num_heads: int = 3,
+    hidden_size: int = HIDDEN_SIZE,
+    vocabulary: torch.Tensor | None = None,
+) -> DraftHeads:
     torch.manual_seed(11)
-    heads = DraftHeads(form, num_heads, hidden_size, eps=1e-5)
+    heads = DraftHeads(form, num_heads, hidden_size, eps=1e-5, vocabulary=vocabulary)
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -54,7 +54,7 @@ def _assert_same(loaded: DraftHeads, heads: DraftHeads) -> None:
         assert torch.equal(loaded.state_dict()[name], tensor), name
 
 
-@pytest.mark.parametrize("form", ["linear", "released"])
+@pytest.mark.parametrize("form", ["linear", "released", "conditioned"])
 def test_heads_come_back_from_our_own_layout_as_they_were(
     random_heads: Heads, tmp_path: Path, target_folder: Target, form: str
 ) -> None:
@@ -64,6 +64,34 @@ def test_heads_come_back_from_our_own_layout_as_they_were(
     _assert_same(loaded, heads)
     assert loaded.eps == 1e-5
     assert not any(p.requires_grad for p in loaded.parameters())
+
+
+def test_a_vocabulary_comes_back_with_its_heads(
+    random_heads: Heads, tmp_path: Path, target_folder: Target
+) -> None:
+    config = _config(target_folder())
+    tokens = torch.tensor([3, 5, 90])
+    heads = _save_own(tmp_path / "heads", random_heads("conditioned", vocabulary=tokens), config)
+    _assert_same(_load(tmp_path / "heads", target_config=config), heads)
+    assert inspect_heads(tmp_path / "heads").vocabulary_size == 3
+
+
+@pytest.mark.parametrize("tokens", [[3, 3], [-1, 4], [96], [[1, 2]]])
+def test_a_vocabulary_that_is_none_is_refused(
+    random_heads: Heads, tmp_path: Path, target_folder: Target, tokens: list[int]
+) -> None:
+    heads = random_heads("conditioned", vocabulary=torch.tensor(tokens))
+    _save_own(tmp_path / "heads", heads, _config(target_folder()))
+    with pytest.raises(ValueError, match="vocabulary in .* must list different token ids below 96"):
+        _load(tmp_path / "heads")
+
+
+def test_conditioned_heads_are_not_written_into_the_authors_layout(
+    random_heads: Heads, tmp_path: Path, target_folder: Target
+) -> None:
+    with pytest.raises(ValueError, match="conditioned form are not written into the authors'"):
+        write_merged(random_heads("conditioned"), target_folder(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("form", ["linear", "released"])

@@ -111,6 +111,79 @@ def test_heads_in_vllm_give_the_trainers_logits(
         torch.testing.assert_close(seen[:1], wanted, rtol=1e-5, atol=1e-5)
 
 
+def _watch_paths(worker: Any) -> None:
+    """Keeps, of every iteration, the heads' rows and the state and token they began with."""
+    drafts = worker.model_runner.drafting.head_drafts
+    candidates = drafts.candidates
+    worker.model_runner.paths_seen = []
+
+    def keep(requests: Any, own: Any, start: Any) -> Any:
+        found = candidates(requests, own, start)
+        worker.model_runner.paths_seen.append(
+            (requests[0].bonus_token, start[0].tolist(), found[0].tokens, found[0].below)
+        )
+        return found
+
+    drafts.candidates = keep
+
+
+def _paths_seen(worker: Any) -> Any:
+    return worker.model_runner.paths_seen
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("tied", [True, False])
+def test_conditioned_heads_in_vllm_propose_what_the_trainers_do_along_every_path(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    target_folder: Target,
+    random_heads: Heads,
+    tied: bool,
+) -> None:
+    from vllm import LLM, SamplingParams
+
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    model, path = target_folder("llama", tied=tied), tmp_path / "heads"
+    vocabulary = torch.arange(3, 96, 2)
+    heads = random_heads("conditioned", vocabulary=vocabulary)
+    with new_folder(path) as folder:
+        shape = target_shape(str(model))
+        write_own(heads, folder, target_name="small", target=shape, training={})
+    llm = LLM(
+        str(model),
+        dtype="float32",
+        max_model_len=128,
+        enforce_eager=True,
+        kv_cache_memory_bytes=1 << 26,
+        speculative_config={
+            "method": "tokenswift",
+            "heads": str(path),
+            "self_draft": "off",
+            "plan": "fixed",
+            "num_speculative_tokens": 8,
+        },
+    )
+    llm.collective_rpc(_watch_paths)
+    llm.generate([{"prompt_token_ids": PROMPT}], SamplingParams(temperature=0, max_tokens=8))
+    seen = llm.collective_rpc(_paths_seen)[0]
+    del llm
+    frozen = FrozenTarget(str(model), "float32", torch.device("cpu"))
+    checked = 0
+    for bonus_token, start, tokens, below in seen:
+        states = {0: (torch.tensor([start]), bonus_token, 0)}
+        for row in range(len(tokens)):
+            state, token, depth = states[row]
+            embedded = frozen.embeddings[[token]]
+            state, read = heads.step(depth, state, embedded)
+            best = (read @ frozen.lm_head[vocabulary].T)[0].topk(len(tokens[row])).indices
+            assert tokens[row] == vocabulary[best].tolist()
+            checked += depth > 0
+            for place, next_row in enumerate(below[row]):
+                if next_row >= 0:
+                    states[next_row] = (state, tokens[row][place], depth + 1)
+    assert checked > 0
+
+
 @pytest.mark.parametrize("form", ["linear", "released"])
 def test_two_tensor_parallel_ranks_propose_alike_and_like_one(
     tmp_path: Path, target_folder: Target, random_heads: Heads, form: str

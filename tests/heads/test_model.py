@@ -36,18 +36,39 @@ def test_the_released_form_norms_before_the_linear_layer_and_before_the_lm_head(
         torch.testing.assert_close(read, expected)
 
 
-@pytest.mark.parametrize("form", ["linear", "released"])
-def test_new_heads_start_from_what_the_hidden_state_says(form: str) -> None:
-    heads, hidden = DraftHeads(form, 2, 16, eps=1e-5), torch.randn(3, 16)
-    expected = hidden if form == "linear" else F.rms_norm(hidden, (16,), eps=1e-5)
-    for read in heads(hidden):
+def test_the_conditioned_form_also_reads_the_token_before_the_one_it_predicts() -> None:
+    heads, hidden, embedded = _filled("conditioned"), torch.randn(5, 16), torch.randn(3, 5, 16)
+    assert heads.reads == "pre_norm"
+    assert heads.conditioned
+    for layer, token, read in zip(
+        heads.layers, embedded, heads(hidden, list(embedded)), strict=True
+    ):
+        both = torch.cat(
+            [
+                F.rms_norm(hidden, (16,), layer.input_layernorm.weight, eps=1e-5),
+                F.rms_norm(token, (16,), layer.token_layernorm.weight, eps=1e-5),
+            ],
+            dim=1,
+        )
+        assert layer.up.weight.shape == (32, 32)
+        hidden = hidden + F.silu(both @ layer.up.weight.T) @ layer.down.weight.T
+        expected = F.rms_norm(hidden, (16,), layer.post_layernorm.weight, eps=1e-5)
         torch.testing.assert_close(read, expected)
 
 
-@pytest.mark.parametrize("form", ["linear", "released"])
+@pytest.mark.parametrize("form", ["linear", "released", "conditioned"])
+def test_new_heads_start_from_what_the_hidden_state_says(form: str) -> None:
+    heads, hidden = DraftHeads(form, 2, 16, eps=1e-5), torch.randn(3, 16)
+    expected = hidden if form == "linear" else F.rms_norm(hidden, (16,), eps=1e-5)
+    for read in heads(hidden, [torch.randn(3, 16)] * 2):
+        torch.testing.assert_close(read, expected)
+
+
+@pytest.mark.parametrize("form", ["linear", "released", "conditioned"])
 def test_bfloat16_heads_take_and_give_bfloat16(form: str) -> None:
     heads = _filled(form).to(torch.bfloat16)
-    assert all(read.dtype == torch.bfloat16 for read in heads(torch.randn(2, 16).bfloat16()))
+    hidden = torch.randn(2, 16).bfloat16()
+    assert all(read.dtype == torch.bfloat16 for read in heads(hidden, [hidden] * 3))
 
 
 def test_no_heads_at_all_are_refused() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import signal
 import string
 import subprocess
@@ -81,7 +82,8 @@ def _reference_states(model: Any, ids: torch.Tensor, reads: str) -> torch.Tensor
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    "layout", ["own-linear", "own-released", "merged-linear", "merged-released"]
+    "layout",
+    ["own-linear", "own-released", "own-conditioned", "merged-linear", "merged-released"],
 )
 def test_loaded_heads_give_the_logits_that_the_trainer_gives(
     tmp_path: Path, target_folder: Target, data: Path, model_type: str, tied: bool, layout: str
@@ -96,14 +98,15 @@ def test_loaded_heads_give_the_logits_that_the_trainer_gives(
     # What the trainer computes ...
     frozen = FrozenTarget(str(target), "float32", torch.device("cpu"))
     ids = torch.arange(2, 32).view(2, 15)
-    reads = trained(frozen.hidden(ids, trained.reads))
+    embedded = [torch.randn(2, 15, 64)] * 3
+    reads = trained(frozen.hidden(ids, trained.reads), embedded)
     # ... and what a loaded checkpoint does on the states of an independent forward pass.
     model = AutoModelForCausalLM.from_pretrained(target if kind == "own" else path).eval()
     loaded = load_heads(
         path, hidden_size=64, dtype=torch.float32, device="cpu", target_config=model.config
     )
     assert (loaded.form, loaded.num_heads) == (form, 3)
-    again = loaded(_reference_states(model, ids, loaded.reads))
+    again = loaded(_reference_states(model, ids, loaded.reads), embedded)
     for one, other in zip(reads, again, strict=True):
         # float32 rounding of logits of size 10 over sums of 64 terms
         torch.testing.assert_close(
@@ -111,7 +114,7 @@ def test_loaded_heads_give_the_logits_that_the_trainer_gives(
         )
 
 
-@pytest.mark.parametrize("form", ["linear", "released"])
+@pytest.mark.parametrize("form", ["linear", "released", "conditioned"])
 def test_heads_learn_a_text_that_can_be_foretold(
     tmp_path: Path, target_folder: Target, data: Path, form: str
 ) -> None:
@@ -125,6 +128,24 @@ def test_heads_learn_a_text_that_can_be_foretold(
     assert len(info.training["loss_nats"]) == 60
     assert (tmp_path / "heads" / PLOT_NAME).read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "heads.training").exists()
+
+
+def test_conditioned_heads_are_asked_behind_the_token_before_and_propose_the_frequent_ones(
+    tmp_path: Path, target_folder: Target
+) -> None:
+    # Pairs "Aa", "Bb", ... in any order: the second letter follows from the first, which is
+    # itself not to be foretold.
+    rng = random.Random(0)
+    pairs = "".join(rng.choice(["Aa", "Bb", "Cc", "Dd", "Ee", "Ff"]) for _ in range(3000))
+    text = tmp_path / "pairs.txt"
+    text.write_text(pairs)
+    recipe = _recipe(
+        form="conditioned", vocabulary=12, num_steps=80, warmup_steps=5, learning_rate=2e-2
+    )
+    info = train_heads(str(target_folder()), text, tmp_path / "heads", recipe)
+    assert info.vocabulary_size == 12
+    for head in info.training["held_out"]:
+        assert head["top1"] > 0.5, head  # second letters: half of all, 1/6 of the first ones
 
 
 def test_only_the_heads_learn(tmp_path: Path, target_folder: Target, data: Path) -> None:
@@ -300,7 +321,7 @@ def test_a_target_cut_short_is_refused_by_its_file(
         ({"held_out": 0.7}, "held_out is 0.7; it must be from 0 to 0.5"),
         ({"dtype": "int8"}, "dtype is int8; it must be one of bfloat16"),
         ({"learning_rate": 0.0}, "learning_rate is 0.0; it must be above 0"),
-        ({"form": "medusa"}, "form is 'medusa'; it must be linear or released"),
+        ({"form": "medusa"}, "form is 'medusa'; it must be one of linear, released, conditioned"),
     ],
 )
 def test_a_recipe_that_will_not_do_is_refused(options: dict[str, Any], sentence: str) -> None:

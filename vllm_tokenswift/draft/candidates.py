@@ -126,27 +126,38 @@ class NgramOffer(Offer):
         return steps
 
 
+NO_ROW = -1  # nothing was asked below a token
+
+
 @dataclass(frozen=True)
 class HeadCandidates:
-    """Top tokens for each depth, whatever the path to it (a Cartesian tree, paper Eq. 1).
+    """Top tokens of a draft pass and of heads, in rows.
 
-    tokens, probabilities: ``[num_depths][width]``, likeliest first, of the constrained
-        distributions. Depth 1 stands first.
+    tokens, probabilities: ``[rows][width]``, likeliest first, of the constrained
+        distributions. Row 0 follows the bonus token (depth 1).
     free: False: from the draft pass (depth 1 is the model's own next token ``l0``, deeper
         ones are heads). True: heads on the verify pass's hidden state (depth 1 is head 0).
+    below: ``[rows][width]``, the row that follows each token, or NO_ROW. None: a row for
+        each depth, whatever the path to it (a Cartesian tree, paper Eq. 1).
     """
 
     tokens: Sequence[Sequence[int]]
     probabilities: Sequence[Sequence[float]]
     free: bool
+    below: Sequence[Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
-        if [len(row) for row in self.tokens] != [len(row) for row in self.probabilities]:
-            raise ValueError("HeadCandidates: tokens and probabilities differ in shape")
+        widths = [len(row) for row in self.tokens]
+        if widths != [len(row) for row in self.probabilities] or (
+            self.below is not None and widths != [len(row) for row in self.below]
+        ):
+            raise ValueError("HeadCandidates: tokens, probabilities and below differ in shape")
 
-    @property
-    def num_depths(self) -> int:
-        return len(self.tokens)
+    def row_below(self, row: int, place: int) -> int:
+        """The row that follows a row's token, or NO_ROW."""
+        if self.below is not None:
+            return self.below[row][place]
+        return row + 1 if row + 1 < len(self.tokens) else NO_ROW
 
     def source(self, depth: int) -> Source:
         """Where the candidates of ``depth`` (from 1) come from."""
@@ -156,14 +167,14 @@ class HeadCandidates:
 
 
 class HeadOffer(Offer):
-    """:class:`HeadCandidates` as an offer: every combination of one token per depth.
+    """:class:`HeadCandidates` as an offer.
 
     gains: None takes the heads' probabilities at face value (nothing is learned).
-    widths: how many tokens each depth offers; depths beyond offer nothing.
+    widths: the most tokens that each depth offers; depths beyond offer nothing.
     foresight: turns what a draft pass says of its token into the chance that it is drawn.
     """
 
-    root = 0
+    root = (0, 1)
 
     def __init__(
         self,
@@ -172,29 +183,35 @@ class HeadOffer(Offer):
         widths: Sequence[int],
         foresight: Foresight | None = None,
     ) -> None:
-        num_depths = min(heads.num_depths, len(widths))
-        self._steps: list[list[Step]] = []
-        for depth in range(1, num_depths + 1):
-            source = heads.source(depth)
-            below = depth if depth < num_depths else None
-            width = widths[depth - 1]
-            row: list[Step] = []
-            for token, probability in zip(
-                heads.tokens[depth - 1][:width],
-                heads.probabilities[depth - 1][:width],
-                strict=True,
-            ):
-                if foresight is not None and source is Source.SELF:
-                    probability = foresight.chance(probability, depth - 1, token)
-                if gains is None:
-                    row.append((token, probability, int(source), NO_CELL, below))
-                else:
-                    cell = gains.head_cell(source, probability, depth)
-                    row.append((token, gains.rates[cell], int(source), cell, below))
-            self._steps.append(row)
+        self._gains = gains
+        self._heads = heads
+        self._widths = widths
+        self._foresight = foresight
+        self._opened: dict[int, list[Step]] = {}
 
     def steps(self, handle: Handle) -> Sequence[Step]:
-        return self._steps[handle]
+        row, depth = handle
+        if row not in self._opened:
+            self._opened[row] = self._open(row, depth)
+        return self._opened[row]
+
+    def _open(self, row: int, depth: int) -> list[Step]:
+        heads, gains = self._heads, self._gains
+        source = heads.source(depth)
+        last = depth >= len(self._widths)
+        steps: list[Step] = []
+        for place in range(min(self._widths[depth - 1], len(heads.tokens[row]))):
+            token, probability = heads.tokens[row][place], heads.probabilities[row][place]
+            next_row = NO_ROW if last else heads.row_below(row, place)
+            below = None if next_row == NO_ROW else (next_row, depth + 1)
+            if self._foresight is not None and source is Source.SELF:
+                probability = self._foresight.chance(probability, depth - 1, token)
+            if gains is None:
+                steps.append((token, probability, int(source), NO_CELL, below))
+            else:
+                cell = gains.head_cell(source, probability, depth)
+                steps.append((token, gains.rates[cell], int(source), cell, below))
+        return steps
 
 
 class AfterOffer(Offer):

@@ -136,9 +136,10 @@ class DraftState:
         self, heads: HeadCandidates, max_depth: int, foresight: Foresight | None
     ) -> list[Offer]:
         """The heads, and what the text says may follow their first tokens."""
-        widths = [len(row) for row in heads.tokens[:max_depth]]
+        # No path is deeper than there are rows.
+        widths = [max(map(len, heads.tokens))] * min(max_depth, len(heads.tokens))
         offers: list[Offer] = [HeadOffer(self.gains, heads, widths, foresight)]
-        if max_depth < 2 or not widths:
+        if max_depth < 2:
             return offers
         firsts = list(zip(heads.probabilities[0], heads.tokens[0], strict=True))
         if foresight is not None:

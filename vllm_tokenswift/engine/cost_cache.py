@@ -110,7 +110,7 @@ def cost_key(
         "quantization": model.quantization,
         "heads": None
         if heads is None
-        else {"form": str(heads.form), "num_heads": heads.num_heads, "size": heads.hidden_size},
+        else {name: list(weight.shape) for name, weight in heads.state_dict().items()},
         "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
         "cache_dtype": vllm_config.cache_config.cache_dtype,
         "attention": type(curve.attention).__name__,

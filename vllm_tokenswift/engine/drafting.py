@@ -16,15 +16,13 @@ from vllm_tokenswift.draft.planner import PlanMode, Planner
 from vllm_tokenswift.engine.cost_cache import cached_cost
 from vllm_tokenswift.engine.cost_curve import CostCurve
 from vllm_tokenswift.engine.draft_pass import DraftRow
+from vllm_tokenswift.engine.head_drafts import HeadDrafts, HeadRequest
 from vllm_tokenswift.engine.requests import RequestState
 from vllm_tokenswift.engine.staging import Staging
 from vllm_tokenswift.tree import DraftTree
 
 if TYPE_CHECKING:
     from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
-
-# Likeliest tokens of a head that are offered to the planner, which takes a few.
-_OFFERED_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -52,13 +50,14 @@ class Drafter:
         self.runner = runner
         self.options = runner.options
         self.heads = runner.drafter.heads
+        self.head_drafts = HeadDrafts(runner)
         self._staging = Staging(runner.device)
         self.draft_pass = runner.make_draft_pass()
         curve = CostCurve(
             runner.tree_attention,
             runner.trial_pass,
             lambda output: runner.model.compute_logits(self._post_norm(output)),
-            self._heads_alone if self.heads is not None else None,
+            self.head_drafts.alone if self.heads is not None else None,
             runner.host_bound_pass,
             runner.device,
         )
@@ -88,7 +87,10 @@ class Drafter:
             for i, want in zip(others, free, strict=True):
                 wanted[i] = want
             self._draft_with(
-                planned, requests, wanted, lambda some: self._free_heads(some, sample_hidden_states)
+                planned,
+                requests,
+                wanted,
+                lambda some, asked: self._free_heads(some, asked, sample_hidden_states),
             )
         return self.planner.plan(planned, num_undrafted)
 
@@ -97,13 +99,18 @@ class Drafter:
         planned: list[PlannedRequest],
         requests: Sequence[DraftRequest],
         wanted: Sequence[bool],
-        source: Callable[[list[DraftRequest]], list[HeadCandidates]],
+        source: Callable[[list[DraftRequest], list[HeadRequest]], list[HeadCandidates]],
     ) -> None:
         """Adds what a source says to the requests that want it."""
         chosen = [i for i, want in enumerate(wanted) if want]
         if not chosen:
             return
-        for i, candidates in zip(chosen, source([requests[i] for i in chosen]), strict=True):
+        some = [requests[i] for i in chosen]
+        asked = [
+            HeadRequest(request.req_id, request.bonus_token, planned[i].foresight)
+            for i, request in zip(chosen, some, strict=True)
+        ]
+        for i, candidates in zip(chosen, source(some, asked), strict=True):
             planned[i] = replace(planned[i], heads=candidates)
 
     def _planned(self, request: DraftRequest) -> PlannedRequest:
@@ -135,7 +142,9 @@ class Drafter:
             return [request.limit > 0 for request in planned]
         return self.planner.wants_self_draft(planned, num_undrafted)
 
-    def _self_draft(self, requests: list[DraftRequest]) -> list[HeadCandidates]:
+    def _self_draft(
+        self, requests: list[DraftRequest], asked: list[HeadRequest]
+    ) -> list[HeadCandidates]:
         """Depth 1 from the pass itself (``l0``), deeper ones from the heads on its hidden state."""
         output = self.draft_pass.run(
             [
@@ -146,54 +155,19 @@ class Drafter:
         self.runner.stats.num_draft_passes += 1
         assert self.draft_pass.last is not None
         self.runner.stats.num_selections += len(self.draft_pass.last.refreshed)
-        states = [self._post_norm(output)]
-        if self.heads is not None and self.options.head_source != "free":
-            states += self.heads(self._read_by_heads(output))
-        return self._candidates(requests, states, free=False)
+        with_heads = self.heads is not None and self.options.head_source != "free"
+        start = self._read_by_heads(output) if with_heads else None
+        return self.head_drafts.candidates(asked, self._post_norm(output), start)
 
     def _free_heads(
-        self, requests: list[DraftRequest], sample_hidden_states: torch.Tensor
+        self,
+        requests: list[DraftRequest],
+        asked: list[HeadRequest],
+        sample_hidden_states: torch.Tensor,
     ) -> list[HeadCandidates]:
         """Heads on the verify pass's own hidden state: depth 1 is head 0, and no extra pass."""
         [rows] = self._staging.to_device(np.array([r.hidden_row for r in requests], np.int64))
-        return self._candidates(requests, self.heads(sample_hidden_states[rows]), free=True)
-
-    def _heads_alone(self) -> torch.Tensor:
-        """What free heads cost, apart from the requests' constraints."""
-        hidden_size = self.runner.model_config.get_hidden_size()
-        dtype, device = self.runner.model_config.dtype, self.runner.device
-        states = self.heads(torch.ones(1, hidden_size, dtype=dtype, device=device))
-        logits: torch.Tensor = self.runner.model.compute_logits(torch.cat(states))
-        return logits.float().softmax(dim=-1)
-
-    def _candidates(
-        self, requests: list[DraftRequest], states: list[torch.Tensor], free: bool
-    ) -> list[HeadCandidates]:
-        """Top tokens of every depth, under the requests' own sampling constraints.
-
-        states: per depth ``[len(requests), hidden]``, what the LM head reads.
-        """
-        widths = list(self.options.head_tree[1:] if free else self.options.head_tree)
-        states = states[: len(widths)]
-        if self.options.plan == "auto":
-            # The noise picks among many what deserves a node.
-            widths = [max(width, _OFFERED_TOKENS) for width in widths]
-        logits = self.runner.model.compute_logits(torch.cat(states))
-        req_ids = [request.req_id for request in requests] * len(states)
-        probabilities = self.runner.scorer.constrain(logits, req_ids)
-        top = probabilities.topk(max(widths), dim=-1)
-        # [depths, requests, width]
-        shape = (len(states), len(requests), -1)
-        tokens = top.indices.view(shape).tolist()
-        values = top.values.view(shape).tolist()
-        return [
-            HeadCandidates(
-                [tokens[d][i][: widths[d]] for d in range(len(states))],
-                [values[d][i][: widths[d]] for d in range(len(states))],
-                free=free,
-            )
-            for i in range(len(requests))
-        ]
+        return self.head_drafts.candidates(asked, None, sample_hidden_states[rows])
 
     def _post_norm(self, output: Any) -> torch.Tensor:
         """Hidden states after the final norm, of what a pass of the model returned."""

@@ -5,7 +5,10 @@
     fingerprint and shape, and the record of the training) and ``heads.safetensors`` with
     ``heads.{i}.linear.weight`` ``[hidden, hidden]`` and, in the released form,
     ``heads.{i}.input_layernorm.weight`` and ``heads.{i}.post_layernorm.weight``
-    ``[hidden]``. Holds heads of either form.
+    ``[hidden]``. Heads of the conditioned form have ``up.weight`` ``[width, 2 hidden]``,
+    ``down.weight`` ``[hidden, width]`` and ``token_layernorm.weight`` in place of the linear
+    layer and, where they propose a part of the vocabulary only, ``vocabulary`` ``[tokens]``.
+    Holds heads of any form.
 ``merged``, released form
     What the authors publish: the target's weights and the heads in one folder, the heads
     as ``model.medusa_layers.{i}.`` plus the same names, in one file or in shards with an
@@ -38,9 +41,12 @@ BUNDLED_FOLDER = Path(__file__).parent / "data"
 
 OWN_TENSOR = re.compile(r"^heads\.(\d+)\.(.+)$")
 MERGED_TENSOR = re.compile(r"^(?:model\.)?medusa_layers\.(\d+)\.(.+)$")
+VOCABULARY_TENSOR = "vocabulary"
+_NORMS = ("input_layernorm.weight", "post_layernorm.weight")
 _PARTS = {
     HeadForm.LINEAR: ("linear.weight",),
-    HeadForm.RELEASED: ("linear.weight", "input_layernorm.weight", "post_layernorm.weight"),
+    HeadForm.RELEASED: ("linear.weight", *_NORMS),
+    HeadForm.CONDITIONED: ("up.weight", "down.weight", "token_layernorm.weight", *_NORMS),
 }
 
 
@@ -52,6 +58,7 @@ class HeadsInfo:
     target_name: the target's name as given at training, or None where not recorded.
     target: the shape of the target it was trained for, or None where not recorded.
     has_target_weights: whether the folder also holds the target's weights.
+    vocabulary_size: tokens that the heads can propose, None for all.
     training: the record of the training run; empty where there is none.
     """
 
@@ -65,6 +72,7 @@ class HeadsInfo:
     target: TargetShape | None
     has_target_weights: bool
     dtype: str
+    vocabulary_size: int | None = None
     training: dict[str, Any] = field(default_factory=dict)
 
 
@@ -107,7 +115,11 @@ def head_tensors(tensors: TensorFolder, pattern: re.Pattern[str]) -> dict[int, d
 def _form(folder: Path, found: dict[int, dict[str, str]]) -> HeadForm:
     """The form that the names tell; ValueError names what is missing or unknown."""
     parts = {part for head in found.values() for part in head}
-    form = HeadForm.LINEAR if parts <= set(_PARTS[HeadForm.LINEAR]) else HeadForm.RELEASED
+    form = HeadForm.RELEASED
+    if parts <= set(_PARTS[HeadForm.LINEAR]):
+        form = HeadForm.LINEAR
+    elif parts & {"up.weight", "down.weight"}:
+        form = HeadForm.CONDITIONED
     if unknown := sorted(parts - set(_PARTS[form])):
         name = next(head[unknown[0]] for head in found.values() if unknown[0] in head)
         raise ValueError(
@@ -121,10 +133,22 @@ def _form(folder: Path, found: dict[int, dict[str, str]]) -> HeadForm:
     return form
 
 
+def _width(tensors: TensorFolder, found: dict[int, dict[str, str]]) -> int:
+    """Of the hidden layer that conditioned heads have; 0 in other forms."""
+    name = found[0].get("up.weight")
+    return tensors.shape(name)[0] if name else 0
+
+
 def _check_shapes(tensors: TensorFolder, found: dict[int, dict[str, str]], hidden: int) -> None:
+    width = _width(tensors, found)
+    matrices = {
+        "linear.weight": (hidden, hidden),
+        "up.weight": (width, 2 * hidden),
+        "down.weight": (hidden, width),
+    }
     for head in sorted(found):
         for part, name in found[head].items():
-            wanted = (hidden, hidden) if part == "linear.weight" else (hidden,)
+            wanted = matrices.get(part, (hidden,))
             if (shape := tensors.shape(name)) != wanted:
                 raise ValueError(
                     f"{name} in {tensors.folder} has shape {list(shape)}; "
@@ -145,6 +169,24 @@ def _read_record(path: Path, record: Any, form: HeadForm) -> tuple[TargetShape, 
     if target.fingerprint() != fingerprint:
         raise ValueError(f"{path} was changed: its target's shape and fingerprint differ")
     return target, name
+
+
+def _vocabulary(tensors: TensorFolder, target: TargetShape | None) -> torch.Tensor | None:
+    """int64 ``[tokens]``: what the heads can propose, None where it is everything."""
+    if VOCABULARY_TENSOR not in tensors.files:
+        return None
+    tokens = tensors.raw(VOCABULARY_TENSOR)
+    size = target.vocab_size if target else None
+    known = tokens.dim() == 1 and not tokens.is_floating_point() and len(tokens) > 0
+    if known:
+        tokens = tokens.long()
+        known = int(tokens.min()) >= 0 and len(tokens.unique()) == len(tokens)
+    if not known or (size is not None and int(tokens.max()) >= size):
+        raise ValueError(
+            f"{VOCABULARY_TENSOR} in {tensors.folder} must list different token ids"
+            + (f" below {size}, the target's vocabulary" if size else "")
+        )
+    return tokens
 
 
 def _open(path: str | Path) -> tuple[HeadsInfo, TensorFolder, dict[int, dict[str, str]]]:
@@ -171,9 +213,11 @@ def _open(path: str | Path) -> tuple[HeadsInfo, TensorFolder, dict[int, dict[str
     else:
         target = TargetShape.from_config(config) if config else None
         target_name = config.get("_name_or_path")
-    hidden = target.hidden_size if target else tensors.shape(found[0]["linear.weight"])[0]
+    matrix = found[0]["down.weight" if form is HeadForm.CONDITIONED else "linear.weight"]
+    hidden = target.hidden_size if target else tensors.shape(matrix)[0]
     _check_shapes(tensors, found, hidden)
-    first = tensors.tensor(found[0]["linear.weight"])
+    vocabulary = _vocabulary(tensors, target)
+    first = tensors.tensor(matrix)
     info = HeadsInfo(
         path=folder,
         layout="own" if own else "merged",
@@ -185,6 +229,7 @@ def _open(path: str | Path) -> tuple[HeadsInfo, TensorFolder, dict[int, dict[str
         target=target,
         has_target_weights="model.embed_tokens.weight" in tensors.files,
         dtype=str(first.dtype).removeprefix("torch."),
+        vocabulary_size=None if vocabulary is None else len(vocabulary),
         training=config.get("training", {}) if own else {},
     )
     return info, tensors, found
@@ -230,11 +275,19 @@ def load_heads(
                 + "; its ".join(info.target.differences(target))
             )
         eps = target.rms_norm_eps
-    heads = DraftHeads(info.form, info.num_heads, info.hidden_size, eps)
-    state = {
-        f"layers.{head}.{part}": tensors.tensor(name)
-        for head, parts in found.items()
-        for part, name in parts.items()
-    }
-    heads.load_state_dict(state)
+    heads = DraftHeads(
+        info.form,
+        info.num_heads,
+        info.hidden_size,
+        eps,
+        _width(tensors, found),
+        _vocabulary(tensors, info.target),
+    )
+    heads.layers.load_state_dict(
+        {
+            f"{head}.{part}": tensors.tensor(name)
+            for head, parts in found.items()
+            for part, name in parts.items()
+        }
+    )
     return heads.requires_grad_(False).eval().to(device=device, dtype=dtype)

@@ -12,7 +12,10 @@ from vllm_tokenswift.heads.recipe import TrainingRecipe
 from vllm_tokenswift.presets import PRESETS, sampling_recipe, training_recipe
 
 _RECIPE_HELP = {
-    "form": "released (norms around each linear layer, as the authors' checkpoints) or linear",
+    "form": "released (norms around each linear layer, as the authors' checkpoints), linear, "
+    "or conditioned (ours: each head also reads the token drafted before)",
+    "width": "of the conditioned form's hidden layer; 0 is twice the hidden size",
+    "vocabulary": "most frequent tokens that conditioned heads can propose; 0 is all",
     "num_heads": "heads in the chain; head i learns the token 2 + i ahead",
     "learning_rate": "peak learning rate (default: 5e-3; 1e-3 for a 14B target)",
     "num_steps": "steps of the optimizer",
@@ -177,6 +180,7 @@ def describe(path: str | Path) -> str:
         f"form         {info.form.value}",
         f"heads        {info.num_heads}",
         f"hidden size  {info.hidden_size}",
+        f"proposes     {info.vocabulary_size or 'all'} tokens of the vocabulary",
         f"dtype        {info.dtype}",
         f"target       {target}",
     ]

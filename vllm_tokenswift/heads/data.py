@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from transformers import PreTrainedTokenizerBase
 
 Ids = npt.NDArray[np.int32]
@@ -48,6 +49,28 @@ class Batch:
     token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
+
+    def tokens_before(self) -> npt.NDArray[np.int64]:
+        """int64 ``[num_heads, rows]``: the token before the one that a head is asked for.
+
+        Arbitrary where the label is IGNORED.
+        """
+        first = self.token_ids.reshape(-1)[self.positions + 1]
+        return np.concatenate([first[None], np.maximum(self.labels[:-1], 0)])
+
+
+def frequent_tokens(sequences: list[Sequence], count: int, vocab_size: int) -> torch.Tensor | None:
+    """int64 ``[count]``: the most frequent tokens of what is learned, in rising order.
+
+    None where that is the whole vocabulary: a ``count`` of 0, or none to leave out.
+    """
+    if not 0 < count < vocab_size:
+        return None
+    numbers = np.zeros(vocab_size, np.int64)
+    for sequence in sequences:
+        numbers += np.bincount(sequence.token_ids[sequence.first :], minlength=vocab_size)
+    most = np.argsort(-numbers, kind="stable")[:count]
+    return torch.from_numpy(np.sort(most))
 
 
 def _files(path: Path) -> list[Path]:

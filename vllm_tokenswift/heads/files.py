@@ -76,9 +76,14 @@ class TensorFolder:
         with safe_open(self.files[name], framework="pt") as file:
             return tuple(file.get_slice(name).get_shape())
 
-    def tensor(self, name: str) -> Tensor:
+    def raw(self, name: str) -> Tensor:
+        """A tensor of any dtype."""
         with safe_open(self.files[name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def tensor(self, name: str) -> Tensor:
+        tensor = self.raw(name)
         if not tensor.dtype.is_floating_point:
             raise ValueError(f"{name} in {self.files[name]} holds {tensor.dtype}, not floats")
         return tensor

@@ -32,6 +32,7 @@ class FrozenTarget:
     Raises ValueError where a file of a local model is missing or cut short.
 
     lm_head: ``[vocab, hidden]`` in the target's dtype, tied to the embeddings or not.
+    embeddings: ``[vocab, hidden]``, of the input tokens.
     final_norm: ``[hidden]``, the weight of the norm before the LM head.
     """
 
@@ -41,6 +42,7 @@ class FrozenTarget:
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
         self.model = loaded.to(device).eval().requires_grad_(False)
         self.lm_head: Tensor = self.model.get_output_embeddings().weight
+        self.embeddings: Tensor = self.model.get_input_embeddings().weight
         self.final_norm: Tensor = self.model.model.norm.weight
 
     @torch.no_grad()

@@ -24,7 +24,10 @@ _DTYPES = ("bfloat16", "float16", "float32")
 class TrainingRecipe:
     """How heads are trained.
 
-    form: ``released`` (the authors', default) or ``linear`` (the paper's text).
+    form: ``released`` (the authors', default), ``linear`` (the paper's text), or
+        ``conditioned`` (ours; ``heads/model.py``).
+    width, vocabulary: of the conditioned form: its hidden layer (0: twice the hidden size),
+        and how many of the training text's most frequent tokens it can propose (0: all).
     learning_rate: peak; None is the paper's 5e-3, or 1e-3 for a target of Qwen2.5-14B's
         shape.
     batch_size: sequences on each GPU for each forward pass.
@@ -38,6 +41,8 @@ class TrainingRecipe:
     """
 
     form: HeadForm = HeadForm.RELEASED
+    width: int = 0
+    vocabulary: int = 0
     num_heads: int = 3
     learning_rate: float | None = None
     num_steps: int = 200
@@ -59,8 +64,14 @@ class TrainingRecipe:
     def __post_init__(self) -> None:
         forms = [form.value for form in HeadForm]
         if self.form not in forms:
-            raise ValueError(f"form is {self.form!r}; it must be {' or '.join(forms)}")
+            raise ValueError(f"form is {self.form!r}; it must be one of {', '.join(forms)}")
         object.__setattr__(self, "form", HeadForm(self.form))
+        for name in ("width", "vocabulary"):
+            given = getattr(self, name)
+            if self.form is HeadForm.CONDITIONED:
+                self._check(name, given >= 0, "at least 0")
+            else:
+                self._check(name, given == 0, f"0 where form is {self.form.value}")
         whole = ("num_heads", "num_steps", "batch_size", "grad_accumulation", "loss_chunk")
         for name in (*whole, "save_every"):
             self._check(name, getattr(self, name) >= 1, "at least 1")

@@ -32,6 +32,7 @@ from vllm_tokenswift.heads.data import (
     IGNORED,
     Sequence,
     count_labels,
+    frequent_tokens,
     make_batch,
     order,
     read_sequences,
@@ -48,6 +49,11 @@ from vllm_tokenswift.heads.self_distill import SelfDistillation
 from vllm_tokenswift.heads.target import TargetShape
 from vllm_tokenswift.heads.writing import write_own
 
+# Norms that begin as the target's last one.
+_NORMS_OF_TARGET = {
+    HeadForm.RELEASED: ("input_layernorm.weight", "post_layernorm.weight"),
+    HeadForm.CONDITIONED: ("post_layernorm.weight",),
+}
 STATE_NAME = "state.pt"
 PLOT_NAME = "loss.png"
 
@@ -108,12 +114,16 @@ def learning_rate(step: int, peak: float, recipe: TrainingRecipe) -> float:
 
 @dataclass
 class _Sums:
-    """Loss and accuracy summed over rows: float64 ``[num_heads]``, ``[num_heads, TOP]``
-    and ``[num_heads]``."""
+    """Loss and accuracy summed over rows: float64 ``[num_heads]``, hits ``[num_heads, TOP]``.
+
+    rows: those with a label. learned: those whose label the heads can propose, over which
+    the loss is taken.
+    """
 
     loss: Tensor
     hits: Tensor
     rows: Tensor
+    learned: Tensor
 
     @classmethod
     def zeros(cls, num_heads: int, device: torch.device) -> _Sums:
@@ -122,12 +132,13 @@ class _Sums:
             torch.zeros(num_heads, **options),
             torch.zeros(num_heads, TOP, **options),
             torch.zeros(num_heads, **options),
+            torch.zeros(num_heads, **options),
         )
 
     def means(self) -> tuple[list[float], list[list[float]]]:
         """Mean loss of each head (nats), and its top-1..TOP accuracy (0 to 1)."""
-        rows = self.rows.clamp(min=1)
-        return (self.loss / rows).tolist(), (self.hits / rows[:, None]).tolist()
+        loss = self.loss / self.learned.clamp(min=1)
+        return loss.tolist(), (self.hits / self.rows.clamp(min=1)[:, None]).tolist()
 
 
 class _Run:
@@ -149,6 +160,10 @@ class _Run:
         self.per_step = recipe.batch_size * recipe.grad_accumulation * ranks.world_size
         self.target = FrozenTarget(model, recipe.dtype, ranks.device)
         self.heads = self._new_heads()
+        vocabulary = self.heads.vocabulary
+        self.lm_head = (
+            self.target.lm_head if vocabulary is None else self.target.lm_head[vocabulary]
+        )
         matrices = [p for p in self.heads.parameters() if p.ndim == 2]
         norms = [p for p in self.heads.parameters() if p.ndim == 1]
         groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": recipe.weight_decay}]
@@ -163,11 +178,18 @@ class _Run:
 
     def _new_heads(self) -> DraftHeads:
         recipe, shape = self.recipe, self.shape
-        heads = DraftHeads(recipe.form, recipe.num_heads, shape.hidden_size, shape.rms_norm_eps)
-        if recipe.form is HeadForm.RELEASED:
+        heads = DraftHeads(
+            recipe.form,
+            recipe.num_heads,
+            shape.hidden_size,
+            shape.rms_norm_eps,
+            recipe.width,
+            frequent_tokens(self.learned, recipe.vocabulary, shape.vocab_size),
+        )
+        if recipe.form is not HeadForm.LINEAR:
             # So that every head starts as the target's own next-token guess.
             for name, parameter in heads.named_parameters():
-                if name.endswith("layernorm.weight"):
+                if name.endswith(_NORMS_OF_TARGET[recipe.form]):
                     parameter.data.copy_(self.target.final_norm)
         return heads.to(self.ranks.device)
 
@@ -217,7 +239,7 @@ class _Run:
             self._ask(chosen[start : start + recipe.batch_size], sums, labels)
         parameters = list(self.heads.parameters())
         ranks.sum(*(p.grad for p in parameters if p.grad is not None))
-        ranks.sum(sums.loss, sums.hits, sums.rows)
+        ranks.sum(sums.loss, sums.hits, sums.rows, sums.learned)
         torch.nn.utils.clip_grad_norm_(parameters, recipe.max_grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.peak, recipe)
@@ -240,24 +262,40 @@ class _Run:
         states = self.target.hidden(torch.from_numpy(batch.token_ids).to(device), self.heads.reads)
         positions = torch.from_numpy(batch.positions).to(device)
         rows = states.flatten(0, 1)[positions].float()  # [rows, hidden]
-        reads, grads = self.heads(rows), []
+        embedded = None
+        if self.heads.conditioned:
+            before = torch.from_numpy(batch.tokens_before()).to(device)  # [heads, rows]
+            embedded = [self.target.embeddings[tokens].float() for tokens in before]
+        reads, grads = self.heads(rows, embedded), []
         for head, read in enumerate(reads):
             wanted = torch.from_numpy(batch.labels[head]).to(device)
+            sums.rows[head] += (wanted != IGNORED).sum()
+            # Tokens that the heads cannot propose are misses, and teach nothing.
+            wanted = self._within_vocabulary(wanted)
             asked = (wanted != IGNORED).nonzero().squeeze(1)  # rows of this head
             result = chunked_cross_entropy(
                 read.detach()[asked],
                 wanted[asked],
-                self.target.lm_head,
+                self.lm_head,
                 chunk=self.recipe.loss_chunk,
                 scale=None if labels is None else 1 / max(1, labels[head]),
             )
             sums.loss[head] += result.loss
             sums.hits[head] += result.hits
-            sums.rows[head] += result.rows
+            sums.learned[head] += result.rows
             if result.grad is not None:
                 grads.append(torch.zeros_like(read).index_copy_(0, asked, result.grad))
         if grads:
             torch.autograd.backward(reads, grads)
+
+    def _within_vocabulary(self, labels: Tensor) -> Tensor:
+        """Labels as rows of the LM head that the heads use; IGNORED where there is none."""
+        vocabulary = self.heads.vocabulary
+        if vocabulary is None:
+            return labels
+        places = torch.full((self.shape.vocab_size,), IGNORED, device=labels.device)
+        places[vocabulary] = torch.arange(len(vocabulary), device=labels.device)
+        return torch.where(labels == IGNORED, labels, places[labels.clamp(min=0)])
 
     @torch.no_grad()
     def _held_out_accuracy(self) -> _Sums:
@@ -268,7 +306,7 @@ class _Run:
         mine = self.held_out[self.ranks.rank :: self.ranks.world_size]
         for start in range(0, len(mine), self.recipe.batch_size):
             self._ask(mine[start : start + self.recipe.batch_size], sums, labels=None)
-        self.ranks.sum(sums.loss, sums.hits, sums.rows)
+        self.ranks.sum(sums.loss, sums.hits, sums.rows, sums.learned)
         return sums
 
     def _identity(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from vllm_tokenswift.heads.checkpoint import (
     MERGED_TENSOR,
     RECORD_NAME,
     TENSORS_NAME,
+    VOCABULARY_TENSOR,
     head_tensors,
     inspect_heads,
     load_heads,
@@ -28,8 +29,8 @@ MERGED_HEADS_NAME = "model-medusa-layers.safetensors"
 
 def _named(heads: DraftHeads, prefix: str) -> dict[str, Tensor]:
     return {
-        f"{prefix}{name.removeprefix('layers.')}": tensor.detach().cpu().contiguous()
-        for name, tensor in heads.state_dict().items()
+        f"{prefix}{name}": tensor.detach().cpu().contiguous()
+        for name, tensor in heads.layers.state_dict().items()
     }
 
 
@@ -54,7 +55,10 @@ def write_own(
         },
         "training": training,
     }
-    save_file(_named(heads, "heads."), folder / TENSORS_NAME, metadata={"format": "pt"})
+    tensors = _named(heads, "heads.")
+    if heads.vocabulary is not None:
+        tensors[VOCABULARY_TENSOR] = heads.vocabulary.cpu().int()
+    save_file(tensors, folder / TENSORS_NAME, metadata={"format": "pt"})
     (folder / TENSORS_NAME).chmod(0o644)  # the library writes for the owner alone
     (folder / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
@@ -63,8 +67,14 @@ def write_merged(heads: DraftHeads, target_folder: Path, out: Path) -> None:
     """Write the authors' layout: a copy of the target's folder with the heads in it.
 
     out: a new folder. It loads as ``model`` and as ``heads``. Raises ValueError where the
-    target has another hidden size, or has heads already.
+    target has another hidden size, or has heads already, or where the heads are of the
+    conditioned form, which that layout has no place for.
     """
+    if heads.conditioned:
+        raise ValueError(
+            "heads of the conditioned form are not written into the authors' layout, which "
+            "nobody else could read; keep them in a folder of their own"
+        )
     config = read_json(target_folder / "config.json")
     if config.get("hidden_size") != heads.hidden_size:
         raise ValueError(

@@ -1,0 +1,249 @@
+"""What a draft pass and the heads offer: from hidden states to rows of likely tokens.
+
+Heads that do not look at tokens answer for every depth at once: one pass of the LM head over
+all of them. Conditioned heads go depth by depth along the likeliest paths, since each has to
+know the token before the one it predicts; their rows of all paths and requests share one
+pass over the weights, which is what a head costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from vllm_tokenswift.draft.candidates import NO_ROW, HeadCandidates
+from vllm_tokenswift.draft.foresight import Foresight
+from vllm_tokenswift.engine.staging import Staging
+from vllm_tokenswift.heads.model import DraftHeads
+
+if TYPE_CHECKING:
+    from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
+
+# Likeliest tokens of a head that are offered to the planner, which takes a few.
+_OFFERED_TOKENS = 8
+# Paths of a request that conditioned heads go on with, and the least chance of one: below
+# it a head costs more than the token it might bring.
+_MAX_PATHS = 2
+_LEAST_CHANCE = 0.06
+# Rows of the LM head that are read at a time, as logits of that many unit vectors.
+_UNIT_ROWS = 256
+
+
+@dataclass(frozen=True)
+class HeadRequest:
+    """One request that heads draft for; foresight: as the planner's."""
+
+    req_id: str
+    bonus_token: int
+    foresight: Foresight | None
+
+
+@dataclass
+class _Rows:
+    """The rows of one request's candidates, as they grow."""
+
+    tokens: list[list[int]] = field(default_factory=list)
+    probabilities: list[list[float]] = field(default_factory=list)
+    below: list[list[int]] = field(default_factory=list)
+
+    def add(self, tokens: list[int], probabilities: list[float], path: _Path) -> int:
+        row = len(self.tokens)
+        self.tokens.append(tokens)
+        self.probabilities.append(probabilities)
+        self.below.append([NO_ROW] * len(tokens))
+        if path.row != NO_ROW:
+            self.below[path.row][path.place] = row
+        return row
+
+
+@dataclass(frozen=True)
+class _Path:
+    """A way down the rows: its last token stands in ``row`` at ``place``.
+
+    state: row of the heads' states that it goes on from.
+    """
+
+    request: int
+    token: int
+    chance: float
+    state: int
+    row: int = NO_ROW
+    place: int = 0
+
+
+class HeadDrafts:
+    """Makes the :class:`HeadCandidates` of an engine's requests."""
+
+    def __init__(self, runner: TokenSwiftRunnerMixin) -> None:
+        self.model: Any = runner.model
+        self.scorer = runner.scorer
+        self.options = runner.options
+        self.heads: DraftHeads | None = runner.drafter.heads
+        self.hidden_size = runner.model_config.get_hidden_size()
+        self.dtype, self.device = runner.model_config.dtype, runner.device
+        self._staging = Staging(runner.device)
+        self._lm_rows: torch.Tensor | None = None  # [vocabulary of the heads, hidden]
+        if self.heads is not None and self.heads.vocabulary is not None:
+            self._lm_rows = self._rows_of_lm_head(self.heads.vocabulary)
+
+    def candidates(
+        self,
+        requests: Sequence[HeadRequest],
+        own: torch.Tensor | None,
+        start: torch.Tensor | None,
+    ) -> list[HeadCandidates]:
+        """Candidates of each request, under its sampling constraints.
+
+        own: ``[requests, hidden]``, the draft pass's states after the final norm; None where
+            there was no pass. start: the states that the heads start from, None for no heads.
+        """
+        free = own is None
+        widths = list(self.options.head_tree[1:] if free else self.options.head_tree)
+        if self.options.plan == "auto":
+            # The noise picks among many what deserves a node.
+            widths = [max(width, _OFFERED_TOKENS) for width in widths]
+        if start is not None and self.heads is not None and self.heads.conditioned:
+            return self._along_paths(requests, own, start, widths)
+        states = [] if own is None else [own]
+        if start is not None and self.heads is not None:
+            states += self.heads(start)
+        return self._at_once(requests, states[: len(widths)], widths, free)
+
+    def alone(self) -> list[list[int]]:
+        """What free heads do for one request, apart from its constraints; for the cost curve."""
+        assert self.heads is not None
+        start = torch.ones(1, self.hidden_size, dtype=self.dtype, device=self.device)
+        if not self.heads.conditioned:
+            reads = torch.cat(self.heads(start))
+            return self._top(self.model.compute_logits(reads).float().softmax(dim=-1), 1)[0]
+        tokens: list[list[int]] = []
+        for index in range(self.heads.num_heads):
+            start, read = self.heads.step(index, start, self._embedded([0]))
+            tokens, _ = self._top(self._logits(read).float().softmax(dim=-1), _OFFERED_TOKENS)
+        return tokens
+
+    def _at_once(
+        self,
+        requests: Sequence[HeadRequest],
+        states: list[torch.Tensor],
+        widths: Sequence[int],
+        free: bool,
+    ) -> list[HeadCandidates]:
+        """states: per depth ``[requests, hidden]``, what the LM head reads."""
+        logits = self.model.compute_logits(torch.cat(states))
+        req_ids = [request.req_id for request in requests] * len(states)
+        tokens, values = self._top(self.scorer.constrain(logits, req_ids), max(widths))
+        places = range(0, len(states) * len(requests), len(requests))
+        return [
+            HeadCandidates(
+                [tokens[place + i][:width] for place, width in zip(places, widths, strict=False)],
+                [values[place + i][:width] for place, width in zip(places, widths, strict=False)],
+                free=free,
+            )
+            for i in range(len(requests))
+        ]
+
+    def _along_paths(
+        self,
+        requests: Sequence[HeadRequest],
+        own: torch.Tensor | None,
+        start: torch.Tensor,
+        widths: Sequence[int],
+    ) -> list[HeadCandidates]:
+        assert self.heads is not None
+        grown = [_Rows() for _ in requests]
+        paths = [_Path(i, request.bonus_token, 1.0, i) for i, request in enumerate(requests)]
+        depth = 0
+        if own is not None:
+            paths = self._extend(grown, requests, paths, self.model.compute_logits(own), widths[0])
+            depth = 1
+        states = start
+        for index in range(min(self.heads.num_heads, len(widths) - depth)):
+            if not paths:
+                break
+            before = [path.state for path in paths]
+            if before != list(range(len(states))):
+                [rows] = self._staging.to_device(np.array(before, np.int64))
+                states = states[rows]
+            embedded = self._embedded([path.token for path in paths])
+            states, read = self.heads.step(index, states, embedded)
+            paths = self._extend(grown, requests, paths, self._logits(read), widths[depth], depth)
+            depth += 1
+        return [
+            HeadCandidates(rows.tokens, rows.probabilities, own is None, rows.below)
+            for rows in grown
+        ]
+
+    def _extend(
+        self,
+        grown: Sequence[_Rows],
+        requests: Sequence[HeadRequest],
+        paths: Sequence[_Path],
+        logits: torch.Tensor,
+        width: int,
+        depth: int = 0,
+    ) -> list[_Path]:
+        """Adds a row below each path; returns the paths to go on with, in the rows' order.
+
+        logits: ``[paths, vocab]``. depth: of the rows' tokens, from 0.
+        """
+        req_ids = [requests[path.request].req_id for path in paths]
+        tokens, values = self._top(self.scorer.constrain(logits, req_ids), width)
+        found: list[list[_Path]] = [[] for _ in grown]
+        for state, path in enumerate(paths):
+            row = grown[path.request].add(tokens[state], values[state], path)
+            foresight = requests[path.request].foresight
+            for place, (token, chance) in enumerate(zip(tokens[state], values[state], strict=True)):
+                if path.chance * chance < _LEAST_CHANCE:
+                    break
+                if foresight is not None:
+                    chance = foresight.weighed(chance, depth, token)
+                if (chance := path.chance * chance) >= _LEAST_CHANCE:
+                    found[path.request].append(
+                        _Path(path.request, token, chance, state, row, place)
+                    )
+        return [
+            path
+            for of_request in found
+            for path in sorted(of_request, key=lambda path: -path.chance)[:_MAX_PATHS]
+        ]
+
+    def _embedded(self, tokens: Sequence[int]) -> torch.Tensor:
+        """``[tokens, hidden]``, by the target."""
+        [token_ids] = self._staging.to_device(np.array(tokens, np.int64))
+        embedded: torch.Tensor = self.model.embed_input_ids(token_ids)
+        return embedded
+
+    def _logits(self, read: torch.Tensor) -> torch.Tensor:
+        """``[rows, vocab]``; minus infinity where the heads propose nothing."""
+        if self._lm_rows is None:
+            logits: torch.Tensor = self.model.compute_logits(read)
+            return logits
+        assert self.heads is not None
+        assert self.heads.vocabulary is not None
+        some = torch.nn.functional.linear(read, self._lm_rows)
+        every = some.new_full((len(read), self.scorer.vocab_size), -float("inf"))
+        return every.index_copy_(1, self.heads.vocabulary, some)
+
+    def _rows_of_lm_head(self, vocabulary: torch.Tensor) -> torch.Tensor:
+        """The LM head's rows of some tokens, whatever form vLLM keeps its weights in.
+
+        Logits of unit vectors are its columns, exactly; under tensor parallelism they are
+        gathered, so that every rank has them.
+        """
+        parts = []
+        for first in range(0, self.hidden_size, _UNIT_ROWS):
+            count = min(_UNIT_ROWS, self.hidden_size - first)
+            units = torch.zeros(count, self.hidden_size, dtype=self.dtype, device=self.device)
+            units[:, first : first + count].fill_diagonal_(1)
+            parts.append(self.model.compute_logits(units)[:, vocabulary].T)
+        return torch.cat(parts, dim=1).to(self.dtype)
+
+    @staticmethod
+    def _top(probabilities: torch.Tensor, width: int) -> tuple[list[list[int]], list[list[float]]]:
+        top = probabilities.topk(width, dim=-1)
+        return top.indices.tolist(), top.values.tolist()
