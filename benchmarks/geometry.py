@@ -23,12 +23,25 @@ arithmetic on zeros can run faster than on real data. The vocabulary stays.
 
 With ``--rope-scaling`` positions beyond the small model's native length become
 usable (YaRN without rounding its range, so that it too is the same in both head sizes).
+
+With ``--heads`` the self-drafting heads that were trained for SOURCE are widened with it, so
+that they propose the same tokens for TARGET:
+
+    python benchmarks/geometry.py SOURCE TARGET --heads PATH --heads-out OUT
+
+They read the hidden state and the embeddings, which hold zeros after the small model's
+dimensions, and leave zeros there: their norms follow the rule of the model's, and their
+matrices are padded with zeros. The hidden layer of the conditioned form is widened by the
+ratio of the hidden sizes, so that it costs what the large model's would; its added units
+are filled as above and feed only weights of zero. Where TARGET is there already, only the
+heads are written.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +50,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+
+from vllm_tokenswift.heads.checkpoint import inspect_heads, load_heads
+from vllm_tokenswift.heads.files import new_folder, read_json
+from vllm_tokenswift.heads.model import DraftHeads
+from vllm_tokenswift.heads.target import TargetShape
+from vllm_tokenswift.heads.writing import write_own
 
 FILLER_STD = 0.02
 
@@ -151,6 +170,37 @@ class Widening:
             self._place_mlp(weights, wide)
             for name in ("input_layernorm", "post_attention_layernorm"):
                 wide[f"{name}.weight"] = self.norm(weights[f"{name}.weight"])
+        return wide
+
+    def draft_head(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A self-drafting head's tensors by their name within the head, in any form."""
+        hidden = self.small.hidden_size
+        wide = {}
+        for name, weight in weights.items():
+            if name == "linear.weight":
+                wide[name] = self._padded(weight, self.large.hidden_size)
+            elif name == "down.weight":
+                wide[name] = self._padded(weight, self._draft_width(weight.shape[1]))
+            elif name == "up.weight":
+                width = weight.shape[0]
+                # The columns are two blocks, one for the hidden state and one for the token.
+                blocks = self._filler(2 * self._draft_width(width))
+                blocks = blocks.view(-1, 2, self.large.hidden_size)
+                blocks[:width] = 0
+                blocks[:width, :, :hidden] = weight.to(self.device).float().view(width, 2, hidden)
+                wide[name] = blocks.flatten(1)
+            else:
+                wide[name] = self.norm(weight)
+        return wide
+
+    def _draft_width(self, width: int) -> int:
+        """Of a conditioned head's hidden layer, from that of the small one."""
+        return width * self.large.hidden_size // self.small.hidden_size
+
+    def _padded(self, weight: torch.Tensor, columns: int) -> torch.Tensor:
+        """``[small hidden, any]`` -> ``[large hidden, columns]``, with zeros."""
+        wide = torch.zeros(self.large.hidden_size, columns, device=self.device)
+        wide[: weight.shape[0], : weight.shape[1]] = weight.to(self.device).float()
         return wide
 
     def _filler(self, rows: int) -> torch.Tensor:  # [rows, large hidden]
@@ -299,6 +349,57 @@ def convert(
             shutil.copy(path, target / path.name)
 
 
+def widen_heads(heads_path: str | Path, target_folder: Path, out: Path) -> None:
+    """Writes heads for a widened model, with the function they have on the small one.
+
+    heads_path: heads of any form, trained for the small model, as :func:`load_heads` takes.
+    target_folder: of the widened model. out: a new folder, in our own layout.
+    Raises ValueError where the small model is not known, or where the target cannot be it
+    in another geometry.
+    """
+    info = inspect_heads(heads_path)
+    if info.target is None:
+        raise ValueError(
+            f"{info.path} does not tell which model the heads were trained for: put that "
+            "model's config.json beside them"
+        )
+    config = read_json(target_folder / "config.json")
+    target = TargetShape.from_config(config)
+    widening = Widening(
+        Geometry.of(info.target.to_dict()), Geometry.of(config), torch.device("cpu")
+    )
+    eps = info.target.rms_norm_eps * info.target.hidden_size / target.hidden_size
+    # Shapes hold eps rounded to six digits.
+    if target.vocab_size != info.target.vocab_size or not math.isclose(
+        target.rms_norm_eps, eps, rel_tol=1e-4
+    ):
+        raise ValueError(
+            f"{target_folder} has vocab_size {target.vocab_size} and rms_norm_eps "
+            f"{target.rms_norm_eps:.6g}: the model of the heads in {info.path} has "
+            f"{info.target.vocab_size} and, in this hidden size, {eps:.6g}"
+        )
+    small = load_heads(heads_path, hidden_size=info.hidden_size, dtype=torch.float32, device="cpu")
+    layers = [widening.draft_head(layer.state_dict()) for layer in small.layers]
+    heads = DraftHeads(
+        small.form,
+        small.num_heads,
+        target.hidden_size,
+        target.rms_norm_eps,
+        layers[0]["up.weight"].shape[0] if small.conditioned else 0,
+        small.vocabulary,
+    )
+    for layer, weights in zip(heads.layers, layers, strict=True):
+        layer.load_state_dict(weights)
+    with new_folder(out) as folder:
+        write_own(
+            heads.to(getattr(torch, info.dtype)),
+            folder,
+            target_name=target_folder.absolute().name,
+            target=target,
+            training=info.training,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -309,15 +410,23 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--rope-scaling", choices=("yarn", "linear"))
     parser.add_argument("--rope-factor", type=float, default=16.0)
+    parser.add_argument("--heads", help="heads trained for SOURCE; an existing TARGET is kept")
+    parser.add_argument("--heads-out", type=Path, help="new folder for the widened heads")
     arguments = parser.parse_args()
-    convert(
-        arguments.source,
-        arguments.target,
-        GEOMETRIES[arguments.geometry],
-        getattr(torch, arguments.dtype),
-        arguments.rope_scaling,
-        arguments.rope_factor,
-    )
+    if (arguments.heads is None) != (arguments.heads_out is None):
+        parser.error("--heads and --heads-out go together")
+    # The config is written after the weights: a folder that has it has them all.
+    if arguments.heads is None or not (arguments.target / "config.json").is_file():
+        convert(
+            arguments.source,
+            arguments.target,
+            GEOMETRIES[arguments.geometry],
+            getattr(torch, arguments.dtype),
+            arguments.rope_scaling,
+            arguments.rope_factor,
+        )
+    if arguments.heads is not None:
+        widen_heads(arguments.heads, arguments.target, arguments.heads_out)
 
 
 if __name__ == "__main__":

@@ -104,8 +104,9 @@ class HeadDrafts:
         free = own is None
         widths = list(self.options.head_tree[1:] if free else self.options.head_tree)
         if self.options.plan == "auto":
-            # The noise picks among many what deserves a node.
-            widths = [max(width, _OFFERED_TOKENS) for width in widths]
+            # Every head has its say, and the noise picks among many what deserves a node.
+            depths = (self.heads.num_heads if self.heads is not None else 0) + (not free)
+            widths = [_OFFERED_TOKENS] * depths
         if start is not None and self.heads is not None and self.heads.conditioned:
             return self._along_paths(requests, own, start, widths)
         states = [] if own is None else [own]
