@@ -19,7 +19,7 @@ from vllm_tokenswift.heads.checkpoint import (
 from vllm_tokenswift.heads.files import INDEX_NAME, new_folder
 from vllm_tokenswift.heads.model import DraftHeads
 from vllm_tokenswift.heads.target import TargetShape
-from vllm_tokenswift.heads.writing import MERGED_HEADS_NAME, write_merged, write_own
+from vllm_tokenswift.heads.writing import MERGED_HEADS_NAME, convert_heads, write_merged, write_own
 
 HIDDEN_SIZE = 64
 Target = Callable[..., Path]
@@ -74,6 +74,21 @@ def test_a_vocabulary_comes_back_with_its_heads(
     heads = _save_own(tmp_path / "heads", random_heads("conditioned", vocabulary=tokens), config)
     _assert_same(_load(tmp_path / "heads", target_config=config), heads)
     assert inspect_heads(tmp_path / "heads").vocabulary_size == 3
+
+
+def test_a_vocabulary_is_cut_to_its_most_frequent_tokens(
+    random_heads: Heads, tmp_path: Path, target_folder: Target
+) -> None:
+    config = _config(target_folder())
+    tokens = torch.tensor([90, 3, 5])
+    heads = _save_own(tmp_path / "heads", random_heads("conditioned", vocabulary=tokens), config)
+    convert_heads(tmp_path / "heads", tmp_path / "cut", None, vocabulary=2)
+    heads.vocabulary = tokens[:2]
+    _assert_same(_load(tmp_path / "cut", target_config=config), heads)
+    assert inspect_heads(tmp_path / "cut").training == {"steps": 3, "vocabulary_cut_to": 2}
+    for wrong in (0, 4):
+        with pytest.raises(ValueError, match=f"vocabulary is {wrong}.*propose 3 tokens"):
+            convert_heads(tmp_path / "heads", tmp_path / "wrong", None, vocabulary=wrong)
 
 
 @pytest.mark.parametrize("tokens", [[3, 3], [-1, 4], [96], [[1, 2]]])

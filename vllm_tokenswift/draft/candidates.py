@@ -139,12 +139,14 @@ class HeadCandidates:
         ones are heads). True: heads on the verify pass's hidden state (depth 1 is head 0).
     below: ``[rows][width]``, the row that follows each token, or NO_ROW. None: a row for
         each depth, whatever the path to it (a Cartesian tree, paper Eq. 1).
+    num_passes: passes of the heads and the LM head that they took.
     """
 
     tokens: Sequence[Sequence[int]]
     probabilities: Sequence[Sequence[float]]
     free: bool
     below: Sequence[Sequence[int]] | None = None
+    num_passes: int = 1
 
     def __post_init__(self) -> None:
         widths = [len(row) for row in self.tokens]

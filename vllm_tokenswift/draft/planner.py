@@ -197,7 +197,8 @@ class Planner:
     def _spent_ms(self, requests: Sequence[DraftRequest]) -> float:
         """What this step's draft pass and free heads have cost already."""
         drafted = [r for r in requests if r.heads is not None and not r.heads.free]
-        free_ms = self.cost.heads_ms if any(r.heads and r.heads.free for r in requests) else 0.0
+        head_passes = max((r.heads.num_passes for r in requests if r.heads is not None), default=0)
+        free_ms = self.cost.heads_ms * head_passes
         if not drafted:
             return free_ms
         kv_tokens = sum(min(self.budget, request.context_len) for request in drafted)
@@ -239,7 +240,7 @@ class Planner:
             num_other_tokens,
             eligible,
             [request.state.free_heads for request in requests],
-            lambda _: self.cost.heads_ms,
+            lambda _: self.cost.heads_ms * max(r.state.head_passes for r in requests),
             "free_heads",
         )
 

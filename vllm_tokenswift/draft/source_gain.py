@@ -14,6 +14,9 @@ SELF_DRAFT_PRIOR = 0.9
 # The design study's tokens per iteration with free heads and without them: 2.71 and 2.3.
 FREE_HEADS_PRIOR = 0.4
 _PRIOR_WEIGHT = 4.0
+# Heads bring half a token an iteration, mostly none and now and then several: a few
+# iterations say nothing about them.
+FREE_HEADS_PRIOR_WEIGHT = 24.0
 _MEMORY = 32.0
 _LONG_AGO = 1 << 30
 _MAX_BACKOFF = 8
@@ -24,13 +27,14 @@ class SourceGain:
 
     Kept apart by that expectation: where the text is surely continued the source adds little.
 
-    prior: tokens it is taken to add before anything was seen.
+    prior: tokens it is taken to add before anything was seen. prior_weight: iterations that
+        this counts for.
     """
 
-    def __init__(self, prior: float) -> None:
+    def __init__(self, prior: float, prior_weight: float = _PRIOR_WEIGHT) -> None:
         size = len(_EXPECTED_EDGES) + 1
         self._extra = {False: [0.0] * size, True: [prior] * size}
-        self._weights = {False: [_PRIOR_WEIGHT] * size, True: [_PRIOR_WEIGHT] * size}
+        self._weights = {False: [_PRIOR_WEIGHT] * size, True: [prior_weight] * size}
         self._pending: tuple[float, bool, float] | None = None
         self._steps_since_pass = 0
         self._backoff = 1

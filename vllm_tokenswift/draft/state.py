@@ -19,6 +19,7 @@ from vllm_tokenswift.draft.gain import GainModel
 from vllm_tokenswift.draft.ngrams import NgramTable
 from vllm_tokenswift.draft.source_gain import (
     FREE_HEADS_PRIOR,
+    FREE_HEADS_PRIOR_WEIGHT,
     SELF_DRAFT_PRIOR,
     SourceGain,
 )
@@ -30,6 +31,8 @@ _MAX_MATCHES = 3
 # how probable they have to be.
 _FOLLOWED_HEAD_TOKENS = 2
 _FOLLOWED_HEAD_PROBABILITY = 0.1
+# Share of the newest in the average number of passes of the heads.
+_PASSES_FORGOTTEN = 0.1
 
 
 class DraftState:
@@ -42,7 +45,8 @@ class DraftState:
     matching off.
 
     ``last_heads``: what heads were among the candidates last asked for, which are those
-    that the current drafts were taken from.
+    that the current drafts were taken from. ``head_passes``: passes that free heads took
+    lately, on average.
     """
 
     def __init__(self, n: int = 4, k: int = 20, max_match: int = 16) -> None:
@@ -50,7 +54,8 @@ class DraftState:
         self.suffix = SuffixIndex(max_match) if max_match else None
         self.gains = GainModel()
         self.self_draft = SourceGain(SELF_DRAFT_PRIOR)
-        self.free_heads = SourceGain(FREE_HEADS_PRIOR)
+        self.free_heads = SourceGain(FREE_HEADS_PRIOR, FREE_HEADS_PRIOR_WEIGHT)
+        self.head_passes = 1.0
         self.last_heads: HeadCandidates | None = None
         self.num_tokens = 0
         self._last_token = -1
@@ -102,6 +107,8 @@ class DraftState:
         foresight: says which of the heads' first tokens are followed up in the text.
         """
         self.last_heads = heads
+        if heads is not None and heads.free:
+            self.head_passes += (heads.num_passes - self.head_passes) * _PASSES_FORGOTTEN
         if self.num_tokens == 0 or max_depth <= 0:
             return []
         if self._plain_offers is None or self._plain_depth != max_depth:

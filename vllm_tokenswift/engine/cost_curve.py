@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import sub
 from statistics import median
 from typing import Any
 
@@ -24,7 +25,7 @@ from vllm_tokenswift.engine.verify_plan import TreeRows, VerifyPlan
 from vllm_tokenswift.tree import DraftTree
 
 LONG_CONTEXT_TOKENS = 4096
-REPETITIONS = 5
+REPETITIONS = 9
 
 
 Pass = Callable[[], Any]
@@ -32,6 +33,8 @@ Pass = Callable[[], Any]
 MakePass = Callable[[Sequence[int], int, DraftTree | None], Pass]
 """(query rows of each request, tokens before them, the tree that they are) -> a pass to be
 timed; without a tree the rows of a request are a chain."""
+MakeWork = Callable[[], Callable[[], object]]
+"""Makes what is to be timed."""
 
 
 @dataclass(frozen=True)
@@ -75,28 +78,46 @@ class CostCurve:
 
     def measure(self, shapes: Sequence[Shape], short: int, long: int) -> CostModel:
         """shapes: ascending, the first a plain decode; short, long: see :meth:`contexts`."""
-        verify = [
-            (n, ms)
-            for shape in shapes
-            for ms in [self._pass_ms(shape.query_lens, short)]
-            for n in shape.num_rows
-        ]
-        heads_ms = 0.0 if self.heads is None else self._median_ms(self.heads)
-        host_bound_ms = (
-            0.0 if self.host_bound is None else self._median_ms(self.host_bound([1], short, None))
-        )
-        if long <= 2 * short:
-            return CostModel(tuple(verify), heads_ms=heads_ms, host_bound_ms=host_bound_ms)
-        plain_long = self._pass_ms([1], long)
-        context = max(0.0, (plain_long - verify[0][1]) / (long - short))
+        # In rounds over all passes: a machine whose speed drifts slows all of them alike.
+        works: dict[str, MakeWork] = {
+            f"verify {i}": self._target_pass(shape.query_lens, short)
+            for i, shape in enumerate(shapes)
+        }
+        if self.heads is not None:
+            heads = self.heads
+            works["heads"] = lambda: heads
+        if self.host_bound is not None:
+            works["host bound"] = self._target_pass([1], short, self.host_bound)
+        has_long = long > 2 * short
+        lengths = (short, long) if has_long and self.attention.chains_cost else ()
+        if has_long:
+            works["long"] = self._target_pass([1], long)
+        for length in lengths:
+            # One branch: the first costs most (rows gathered and written again in every layer),
+            # and most trees that branch have one or two.
+            works[f"chain {length}"] = self._target_pass([3], length)
+            works[f"branch {length}"] = self._target_pass(
+                [3], length, tree=DraftTree.build([0, 0], [0, 0])
+            )
+        times = self._rounds(works)
+
+        middle = {name: median(ms) for name, ms in times.items()}
+        verify = tuple((n, middle[f"verify {i}"]) for i, s in enumerate(shapes) for n in s.num_rows)
+        heads_ms, host_bound_ms = middle.get("heads", 0.0), middle.get("host bound", 0.0)
+        if not has_long:
+            return CostModel(verify, heads_ms=heads_ms, host_bound_ms=host_bound_ms)
+        context = max(0.0, (middle["long"] - verify[0][1]) / (long - short))
         chain_short = chain_context = 0.0
-        if self.attention.chains_cost:
-            per_chain = [self._chain_ms(c) for c in (short, long)]
+        if lengths:
+            per_chain = [
+                max(0.0, median(map(sub, times[f"branch {length}"], times[f"chain {length}"])))
+                for length in lengths
+            ]
             chain_context = max(0.0, (per_chain[1] - per_chain[0]) / (long - short))
             chain_short = max(0.0, per_chain[0] - chain_context * short)
-        draft = ((short, verify[0][1]), (long, plain_long))
+        draft = ((short, verify[0][1]), (long, middle["long"]))
         return CostModel(
-            tuple(verify), context, chain_short, chain_context, draft, heads_ms, host_bound_ms
+            verify, context, chain_short, chain_context, draft, heads_ms, host_bound_ms
         )
 
     def contexts(
@@ -114,28 +135,36 @@ class CostCurve:
         )
         return min(32, long), long
 
-    def _chain_ms(self, context: int) -> float:
-        """What a side chain adds: a tree with a branch against a chain of as many rows."""
-        # One branch: the first costs most (rows gathered and written again in every layer), and
-        # most trees that branch have one or two.
-        branching = self.make_pass([3], context, DraftTree.build([0, 0], [0, 0]))
-        with_branch = self._median_ms(lambda: self.logits(branching()))
-        return max(0.0, with_branch - self._pass_ms([3], context))
+    def _target_pass(
+        self,
+        query_lens: Sequence[int],
+        context: int,
+        make_pass: MakePass | None = None,
+        tree: DraftTree | None = None,
+    ) -> MakeWork:
+        """A target pass with its logits, every query after ``context`` tokens."""
 
-    def _pass_ms(self, query_lens: Sequence[int], context: int) -> float:
-        """Median time of a target pass with its logits, every query after ``context`` tokens."""
-        target_pass = self.make_pass(query_lens, context, None)
-        return self._median_ms(lambda: self.logits(target_pass()))
+        def make() -> Callable[[], object]:
+            target_pass = (make_pass or self.make_pass)(query_lens, context, tree)
+            return lambda: self.logits(target_pass())
 
-    def _median_ms(self, work: Callable[[], object]) -> float:
-        times = []
+        return make
+
+    def _rounds(self, works: dict[str, MakeWork]) -> dict[str, list[float]]:
+        """Milliseconds of each work in each of REPETITIONS rounds, after one to warm up.
+
+        Each is made anew before it is timed: passes may share the buffers they read.
+        """
+        times: dict[str, list[float]] = {name: [] for name in works}
         for _ in range(REPETITIONS + 1):
-            self._synchronize()
-            start = time.perf_counter()
-            work()
-            self._synchronize()
-            times.append((time.perf_counter() - start) * 1e3)
-        return median(times[1:])
+            for name, make in works.items():
+                work = make()
+                self._synchronize()
+                start = time.perf_counter()
+                work()
+                self._synchronize()
+                times[name].append((time.perf_counter() - start) * 1e3)
+        return {name: ms[1:] for name, ms in times.items()}
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

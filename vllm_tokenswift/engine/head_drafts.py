@@ -19,6 +19,7 @@ from vllm_tokenswift.draft.candidates import NO_ROW, HeadCandidates
 from vllm_tokenswift.draft.foresight import Foresight
 from vllm_tokenswift.engine.staging import Staging
 from vllm_tokenswift.heads.model import DraftHeads
+from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
 
 if TYPE_CHECKING:
     from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
@@ -28,7 +29,7 @@ _OFFERED_TOKENS = 8
 # Paths of a request that conditioned heads go on with, and the least chance of one: below
 # it a head costs more than the token it might bring.
 _MAX_PATHS = 2
-_LEAST_CHANCE = 0.06
+_LEAST_CHANCE = 0.1
 # Rows of the LM head that are read at a time, as logits of that many unit vectors.
 _UNIT_ROWS = 256
 
@@ -86,9 +87,11 @@ class HeadDrafts:
         self.hidden_size = runner.model_config.get_hidden_size()
         self.dtype, self.device = runner.model_config.dtype, runner.device
         self._staging = Staging(runner.device)
+        self._part: DraftVocabulary | None = None
         self._lm_rows: torch.Tensor | None = None  # [vocabulary of the heads, hidden]
-        if self.heads is not None and self.heads.vocabulary is not None:
-            self._lm_rows = self._rows_of_lm_head(self.heads.vocabulary)
+        if self.heads is not None and (vocabulary := self.heads.vocabulary) is not None:
+            self._part = DraftVocabulary(vocabulary, self.scorer.vocab_size)
+            self._lm_rows = self._rows_of_lm_head(vocabulary)
 
     def candidates(
         self,
@@ -115,17 +118,18 @@ class HeadDrafts:
         return self._at_once(requests, states[: len(widths)], widths, free)
 
     def alone(self) -> list[list[int]]:
-        """What free heads do for one request, apart from its constraints; for the cost curve."""
+        """What heads do in one pass for one request, apart from its constraints (cost curve)."""
         assert self.heads is not None
         start = torch.ones(1, self.hidden_size, dtype=self.dtype, device=self.device)
-        if not self.heads.conditioned:
+        if self.heads.conditioned:
+            _, reads = self.heads.step(0, start, self._embedded([0]))
+        else:
             reads = torch.cat(self.heads(start))
-            return self._top(self.model.compute_logits(reads).float().softmax(dim=-1), 1)[0]
-        tokens: list[list[int]] = []
-        for index in range(self.heads.num_heads):
-            start, read = self.heads.step(index, start, self._embedded([0]))
-            tokens, _ = self._top(self._logits(read).float().softmax(dim=-1), _OFFERED_TOKENS)
-        return tokens
+        if self._lm_rows is None:
+            logits = self.model.compute_logits(reads)
+        else:
+            logits = torch.nn.functional.linear(reads, self._lm_rows)
+        return self._top(logits.float().softmax(dim=-1), _OFFERED_TOKENS)[0]
 
     def _at_once(
         self,
@@ -157,10 +161,13 @@ class HeadDrafts:
     ) -> list[HeadCandidates]:
         assert self.heads is not None
         grown = [_Rows() for _ in requests]
+        scales = self._scales(requests)
         paths = [_Path(i, request.bonus_token, 1.0, i) for i, request in enumerate(requests)]
-        depth = 0
+        depth = num_passes = 0
         if own is not None:
-            paths = self._extend(grown, requests, paths, self.model.compute_logits(own), widths[0])
+            req_ids = [request.req_id for request in requests]
+            likely = self.scorer.constrain(self.model.compute_logits(own), req_ids)
+            paths = self._extend(grown, requests, paths, self._top(likely, widths[0]), depth)
             depth = 1
         states = start
         for index in range(min(self.heads.num_heads, len(widths) - depth)):
@@ -172,10 +179,16 @@ class HeadDrafts:
                 states = states[rows]
             embedded = self._embedded([path.token for path in paths])
             states, read = self.heads.step(index, states, embedded)
-            paths = self._extend(grown, requests, paths, self._logits(read), widths[depth], depth)
+            if scales is None:
+                req_ids = [requests[path.request].req_id for path in paths]
+                top = self._top(self.scorer.constrain(self._logits(read), req_ids), widths[depth])
+            else:
+                top = self._top_of_part(read, scales, paths, widths[depth])
+            paths = self._extend(grown, requests, paths, top, depth)
             depth += 1
+            num_passes += 1
         return [
-            HeadCandidates(rows.tokens, rows.probabilities, own is None, rows.below)
+            HeadCandidates(rows.tokens, rows.probabilities, own is None, rows.below, num_passes)
             for rows in grown
         ]
 
@@ -184,16 +197,14 @@ class HeadDrafts:
         grown: Sequence[_Rows],
         requests: Sequence[HeadRequest],
         paths: Sequence[_Path],
-        logits: torch.Tensor,
-        width: int,
-        depth: int = 0,
+        top: tuple[list[list[int]], list[list[float]]],
+        depth: int,
     ) -> list[_Path]:
         """Adds a row below each path; returns the paths to go on with, in the rows' order.
 
-        logits: ``[paths, vocab]``. depth: of the rows' tokens, from 0.
+        top: tokens and probabilities, ``[paths][width]``. depth: of these tokens, from 0.
         """
-        req_ids = [requests[path.request].req_id for path in paths]
-        tokens, values = self._top(self.scorer.constrain(logits, req_ids), width)
+        tokens, values = top
         found: list[list[_Path]] = [[] for _ in grown]
         for state, path in enumerate(paths):
             row = grown[path.request].add(tokens[state], values[state], path)
@@ -212,6 +223,26 @@ class HeadDrafts:
             for of_request in found
             for path in sorted(of_request, key=lambda path: -path.chance)[:_MAX_PATHS]
         ]
+
+    def _scales(self, requests: Sequence[HeadRequest]) -> torch.Tensor | None:
+        """float32 ``[requests, 2, part of the vocabulary]``; None where the scorer's own
+        constraints have to be applied, over the whole of it."""
+        states = self.scorer.states([request.req_id for request in requests])
+        if self._part is None or not self._part.suffices(states):
+            return None
+        return self._part.scales(states)
+
+    def _top_of_part(
+        self, read: torch.Tensor, scales: torch.Tensor, paths: Sequence[_Path], width: int
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        assert self._part is not None
+        assert self._lm_rows is not None
+        if len(scales) > 1:
+            owners = np.array([path.request for path in paths], np.int64)
+            scales = scales[self._staging.to_device(owners)[0]]
+        logits = torch.nn.functional.linear(read, self._lm_rows)
+        top = self._part.probabilities(logits, scales).topk(width, dim=-1)
+        return self._part.tokens[top.indices].tolist(), top.values.tolist()
 
     def _embedded(self, tokens: Sequence[int]) -> torch.Tensor:
         """``[tokens, hidden]``, by the target."""

@@ -27,7 +27,7 @@ class _Drafted:
 
     decisions: tuple[str, ...]
     passes: int = 0
-    free_heads: bool = False
+    free_heads: int = 0
 
 
 @dataclass
@@ -78,7 +78,9 @@ class Recorder:
                 name = "free_heads" if heads.free else "self_draft"
                 name = f"{name}_probe" if f"{name}_probe" in probes else name
                 drafted = _Drafted(
-                    (outcome, name), 0 if heads.free else num_passes, free_heads=heads.free
+                    (outcome, name),
+                    0 if heads.free else num_passes,
+                    free_heads=heads.num_passes if heads.free else 0,
                 )
             self._running[req_id].drafted = drafted
 

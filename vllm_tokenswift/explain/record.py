@@ -29,8 +29,8 @@ class Iteration:
 
     position: tokens of the sequence before it (the bonus token included). emitted: tokens
     it added. drafted, accepted: nodes by source. side_chains: attention chains of the tree
-    besides its main one. passes: self-draft passes made for it. free_heads: whether free
-    heads were asked for it. num_requests: requests that were decoded in the same step.
+    besides its main one. passes: self-draft passes made for it. free_heads: passes of
+    free heads made for it. num_requests: requests that were decoded in the same step.
     decisions: the planner's words (``Planner.decisions``), "prompt", or "none" where
     nothing was planned.
     """
@@ -41,7 +41,7 @@ class Iteration:
     accepted: BySource = NO_NODES
     side_chains: int = 0
     passes: int = 0
-    free_heads: bool = False
+    free_heads: int = 0
     num_requests: int = 1
     decisions: tuple[str, ...] = ()
 

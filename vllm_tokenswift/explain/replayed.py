@@ -42,7 +42,7 @@ class ReplayRecorder:
                 accepted=accepted_by_source,
                 side_chains=len(tree.chains) - 1,
                 passes=int(heads is not None and not heads.free),
-                free_heads=heads is not None and heads.free,
+                free_heads=heads.num_passes if heads is not None and heads.free else 0,
                 decisions=tuple(decisions),
             )
         )

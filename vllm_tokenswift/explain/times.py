@@ -38,7 +38,7 @@ def times_of(iteration: Iteration, record: Record) -> Times:
     return Times(
         cost.tree_ms(iteration.num_drafted, iteration.side_chains, position),
         iteration.passes * _pass_ms(cost, kv_tokens) if iteration.passes else 0.0,
-        cost.heads_ms if iteration.free_heads else 0.0,
+        cost.heads_ms * iteration.free_heads,
     )
 
 

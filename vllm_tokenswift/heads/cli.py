@@ -54,6 +54,11 @@ def add_parser(subparsers: Any) -> None:
         help="folder of the target, to write both in one folder; without it the heads are "
         "written alone, in our own layout",
     )
+    convert.add_argument(
+        "--vocabulary",
+        type=int,
+        help="cut what conditioned heads propose to so many of the most frequent tokens",
+    )
     convert.set_defaults(run=_convert)
 
 
@@ -157,7 +162,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
 def _convert(arguments: argparse.Namespace) -> None:
     from vllm_tokenswift.heads.writing import convert_heads
 
-    convert_heads(arguments.path, arguments.out, arguments.model)
+    convert_heads(arguments.path, arguments.out, arguments.model, arguments.vocabulary)
     print(describe(arguments.out))
 
 

@@ -60,7 +60,7 @@ class Batch:
 
 
 def frequent_tokens(sequences: list[Sequence], count: int, vocab_size: int) -> torch.Tensor | None:
-    """int64 ``[count]``: the most frequent tokens of what is learned, in rising order.
+    """int64 ``[count]``: the most frequent tokens of what is learned, the likeliest first.
 
     None where that is the whole vocabulary: a ``count`` of 0, or none to leave out.
     """
@@ -70,7 +70,7 @@ def frequent_tokens(sequences: list[Sequence], count: int, vocab_size: int) -> t
     for sequence in sequences:
         numbers += np.bincount(sequence.token_ids[sequence.first :], minlength=vocab_size)
     most = np.argsort(-numbers, kind="stable")[:count]
-    return torch.from_numpy(np.sort(most))
+    return torch.from_numpy(most)
 
 
 def _files(path: Path) -> list[Path]:

@@ -147,8 +147,8 @@ class DraftHeads(nn.Module):
     hidden_size: the target's hidden size.
     eps: the target's ``rms_norm_eps``; the ``linear`` form does not use it.
     width: of the ``conditioned`` form's hidden layer; 0 is twice the hidden size.
-    vocabulary: int64 ``[tokens]``, those that the heads can propose; None is all of them.
-        ``conditioned`` form only.
+    vocabulary: int64 ``[tokens]``, those that the heads can propose, most frequent first;
+        None is all of them. ``conditioned`` form only.
 
     Freshly made heads predict what their input predicts (the last linear layers are zero).
     Parameters are named ``layers.{i}.`` plus the module's names.

@@ -105,13 +105,25 @@ def write_merged(heads: DraftHeads, target_folder: Path, out: Path) -> None:
         (draft / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
-def convert_heads(path: str | Path, out: Path, target_folder: Path | None) -> None:
+def convert_heads(
+    path: str | Path, out: Path, target_folder: Path | None, vocabulary: int | None = None
+) -> None:
     """Write heads of any layout anew: merged with a target, or alone in our own layout.
 
     out: a new folder. target_folder: of the target to copy beside the heads; None for our
-    own layout, which needs heads whose target is recorded. Raises ValueError.
+    own layout, which needs heads whose target is recorded. vocabulary: cut what the heads
+    can propose to so many of the most frequent tokens. Raises ValueError.
     """
     info = inspect_heads(path)
+    if vocabulary is not None and not 0 < vocabulary <= (info.vocabulary_size or 0):
+        raise ValueError(
+            f"vocabulary is {vocabulary}, and the heads in {info.path} "
+            + (
+                f"propose {info.vocabulary_size} tokens: it must be from 1 to that"
+                if info.vocabulary_size
+                else "do not list the tokens they propose: they cannot be cut"
+            )
+        )
     config = read_json(target_folder / "config.json") if target_folder else None
     heads = load_heads(
         path,
@@ -120,6 +132,11 @@ def convert_heads(path: str | Path, out: Path, target_folder: Path | None) -> No
         device="cpu",
         target_config=config,
     )
+    training = info.training
+    if vocabulary is not None:
+        assert heads.vocabulary is not None
+        heads.vocabulary = heads.vocabulary[:vocabulary]
+        training = {**training, "vocabulary_cut_to": vocabulary}
     if target_folder is not None:
         write_merged(heads, target_folder, out)
         return
@@ -134,5 +151,5 @@ def convert_heads(path: str | Path, out: Path, target_folder: Path | None) -> No
             folder,
             target_name=info.target_name or info.path.name,
             target=info.target,
-            training=info.training,
+            training=training,
         )

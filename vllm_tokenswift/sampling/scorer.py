@@ -94,6 +94,10 @@ class TreeScorer:
         state = self._states[req_id]
         return None if state.greedy else state.draws.noise_at(depth)
 
+    def states(self, req_ids: Sequence[str]) -> list[RequestState]:
+        """What is known of these requests, to be read."""
+        return [self._states[req_id] for req_id in req_ids]
+
     def remove(self, req_id: str) -> None:
         """Forget a finished request (no error if it is not known)."""
         self._states.pop(req_id, None)

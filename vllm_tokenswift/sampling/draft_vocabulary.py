@@ -1,0 +1,53 @@
+"""The constraints that shape drafts, over the part of the vocabulary that heads propose.
+
+Heads run several times between two steps, and what they say only has to be likely: so
+temperature and the windowed penalty are applied to their few thousand logits, and whatever
+cannot be done there is left to the scorer's own :meth:`TreeScorer.constrain`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from vllm_tokenswift.sampling.request import RequestState
+
+
+class DraftVocabulary:
+    """tokens: int64 ``[part]``, ids; vocab_size: of the target."""
+
+    def __init__(self, tokens: torch.Tensor, vocab_size: int) -> None:
+        self.tokens = tokens
+        self.device = tokens.device
+        # Where a token stands in the part; those outside share one place behind it.
+        self._place = np.full(vocab_size, len(tokens), np.int64)
+        self._place[tokens.cpu().numpy()] = np.arange(len(tokens))
+
+    @staticmethod
+    def suffices(states: Sequence[RequestState]) -> bool:
+        """Whether nothing but temperature, penalty and cuts of unlikely tokens is asked for."""
+        return not any(
+            state.forbidden is not None or state.counts is not None or state.bad_words or state.bias
+            for state in states
+        )
+
+    def scales(self, states: Sequence[RequestState]) -> torch.Tensor:
+        """What positive and negative logits are multiplied by: float32 ``[states, 2, part]``."""
+        scales = np.ones((len(states), 2, len(self.tokens) + 1), np.float32)
+        for (positive, negative), state in zip(scales, states, strict=True):
+            if state.window is not None:
+                places = self._place[state.window.tokens]
+                positive[places] = 1.0 / state.numbers.theta
+                negative[places] = state.numbers.theta
+            positive /= state.numbers.temperature
+            negative /= state.numbers.temperature
+        return torch.from_numpy(scales[:, :, :-1]).to(self.device)
+
+    @staticmethod
+    def probabilities(logits: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """float32 ``[rows, part]``; logits: ``[rows, part]``; scales: ``[rows, 2, part]``."""
+        wide = logits.float()
+        scaled = torch.where(wide > 0, scales[:, 0], scales[:, 1]).mul_(wide)
+        return scaled.softmax(dim=-1)
