@@ -1,5 +1,7 @@
 """Speed on this machine: plain vLLM, vLLM's own n-gram drafting and TokenSwift.
 
+TokenSwift takes two turns, with the demo model's heads and without them, from the same seeds.
+
     python -m benchmarks.cpu_speed [--repeats 5] [--tokens 1500]
 
 Ratios in one run: the engines take turns, so that a slow minute of the machine hits all
@@ -37,7 +39,8 @@ ENGINES: dict[str, dict[str, Any]] = {
             "prompt_lookup_min": 2,
         }
     },
-    "tokenswift": {"speculative_config": {"method": "tokenswift"}},
+    "no heads": {"speculative_config": {"method": "tokenswift"}},
+    "tokenswift": {"speculative_config": {"method": "tokenswift", "heads": demo_model.HEADS}},
 }
 
 
@@ -61,7 +64,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=1500)
-    parser.add_argument("--model", help="another model than the embedded one")
+    parser.add_argument("--model", help="a copy of the embedded model")
     arguments = parser.parse_args()
     engine = {
         "model": arguments.model or str(demo_model.prepare()),
@@ -89,14 +92,17 @@ def _result(text: str, by_engine: dict[str, list[Written]]) -> dict[str, Any]:
         name: [rate / plain for rate, plain in zip(rates[name], rates["plain"], strict=True)]
         for name in rates
     }
-    ours = by_engine["tokenswift"][0]
+    drafting = {name: all_[0] for name, all_ in by_engine.items() if all_[0].stats}
     return {
         "text": text,
         "tokens_per_second": rates,
         "speed_up": ratios,
-        "distinct_4": distinct(ours.tokens, 4),
-        "tokens_per_iteration": ours.stats["num_emitted_tokens"] / ours.stats["num_iterations"],
-        "stats": ours.stats,
+        "distinct_4": {name: distinct(written.tokens, 4) for name, written in drafting.items()},
+        "tokens_per_iteration": {
+            name: written.stats["num_emitted_tokens"] / written.stats["num_iterations"]
+            for name, written in drafting.items()
+        },
+        "stats": {name: written.stats for name, written in drafting.items()},
     }
 
 
@@ -111,8 +117,10 @@ def _table(results: list[dict[str, Any]]) -> str:
                     engine,
                     f"{statistics.median(rates):.1f}",
                     f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
-                    f"{result['tokens_per_iteration']:.2f}" if engine == "tokenswift" else "",
-                    f"{result['distinct_4']:.3f}" if engine == "tokenswift" else "",
+                    *(
+                        f"{result[key][engine]:.{digits}f}" if engine in result[key] else ""
+                        for key, digits in (("tokens_per_iteration", 2), ("distinct_4", 3))
+                    ),
                 ]
             )
     header = ["text", "engine", "tokens/s", "times plain (range)", "tokens/iteration", "Distinct-4"]

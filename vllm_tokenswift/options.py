@@ -82,7 +82,7 @@ class TokenSwiftOptions:
     )
     heads: str | None = _option(
         None,
-        "Checkpoint of the self-drafting heads: a directory or file in either form.",
+        "Checkpoint of the self-drafting heads: a folder or file in any form.",
         unit="path",
         origin="works without heads",
         optional=True,
@@ -97,8 +97,8 @@ class TokenSwiftOptions:
     )
     head_tree: tuple[int, ...] = _option(
         (1, 3, 3, 3),
-        "Children per level of the head tree: the first entry for the target's own next "
-        "token, one more for each head.",
+        "Children per level of the head tree where plan is not auto: the first entry for the "
+        "target's own next token, one more for each head.",
         unit="children",
         origin="the paper's [1, 3, 3, 3]",
         low=1,

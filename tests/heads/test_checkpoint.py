@@ -292,9 +292,9 @@ def test_an_existing_folder_is_not_overwritten(
 def test_the_heads_that_come_with_the_package_load_by_their_name() -> None:
     assert "smollm2-135m-instruct" in bundled_heads()
     heads = load_heads("smollm2-135m-instruct", hidden_size=576, dtype=torch.bfloat16, device="cpu")
-    assert (heads.form, heads.num_heads, heads.reads) == ("released", 3, "pre_norm")
+    assert (heads.form, heads.num_heads, heads.reads) == ("conditioned", 4, "pre_norm")
     held_out = inspect_heads("smollm2-135m-instruct").training["held_out"]
-    assert [head["head"] for head in held_out] == [0, 1, 2]
+    assert [head["head"] for head in held_out] == [0, 1, 2, 3]
 
 
 def test_a_name_that_is_nothing_is_refused() -> None:
