@@ -146,6 +146,8 @@ def test_conditioned_heads_in_vllm_propose_what_the_trainers_do_along_every_path
     model, path = target_folder("llama", tied=tied), tmp_path / "heads"
     vocabulary = torch.arange(3, 96, 2)
     heads = random_heads("conditioned", vocabulary=vocabulary)
+    for layer in heads.layers:
+        layer.post_layernorm.weight.data.mul_(4)  # sure enough to be followed further down
     with new_folder(path) as folder:
         shape = target_shape(str(model))
         write_own(heads, folder, target_name="small", target=shape, training={})
