@@ -43,8 +43,10 @@ def _seen(worker: Any) -> Any:
     return worker.model_runner.heads_seen
 
 
-def _in_vllm(model: Path, heads: Path) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The hidden state that heads got after the prompt, and the logits made of it."""
+def _while_watched(
+    model: Path, heads: Path, watch: Callable[[Any], None], seen: Callable[[Any], Any], tokens: int
+) -> Any:
+    """What ``seen`` tells of a worker that ``watch`` prepared, after a greedy generation."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -62,11 +64,11 @@ def _in_vllm(model: Path, heads: Path) -> tuple[torch.Tensor, list[torch.Tensor]
             "num_speculative_tokens": 8,
         },
     )
-    llm.collective_rpc(_watch_heads)
-    llm.generate([{"prompt_token_ids": PROMPT}], SamplingParams(temperature=0, max_tokens=6))
-    hidden, logits = llm.collective_rpc(_seen)[0][0]
+    llm.collective_rpc(watch)
+    llm.generate([{"prompt_token_ids": PROMPT}], SamplingParams(temperature=0, max_tokens=tokens))
+    [told] = llm.collective_rpc(seen)
     del llm
-    return torch.tensor(hidden), [torch.tensor(values) for values in logits]
+    return told
 
 
 @pytest.mark.engine
@@ -104,11 +106,12 @@ def test_heads_in_vllm_give_the_trainers_logits(
     hidden = frozen.hidden(torch.tensor([PROMPT]), trained.reads)[0, -1:]  # [1, hidden]
     expected = [read @ frozen.lm_head.T for read in trained(hidden)]  # [1, vocab] each
 
-    seen_hidden, seen_logits = _in_vllm(served, path)
-    torch.testing.assert_close(seen_hidden[:1], hidden, rtol=1e-5, atol=1e-5)
+    # The hidden state that heads got after the prompt, and the logits made of it.
+    seen_hidden, seen_logits = _while_watched(served, path, _watch_heads, _seen, tokens=6)[0]
+    torch.testing.assert_close(torch.tensor(seen_hidden)[:1], hidden, rtol=1e-5, atol=1e-5)
     assert len(seen_logits) == len(expected)
     for seen, wanted in zip(seen_logits, expected, strict=True):
-        torch.testing.assert_close(seen[:1], wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(seen)[:1], wanted, rtol=1e-5, atol=1e-5)
 
 
 def _watch_paths(worker: Any) -> None:
@@ -140,8 +143,6 @@ def test_conditioned_heads_in_vllm_propose_what_the_trainers_do_along_every_path
     random_heads: Heads,
     tied: bool,
 ) -> None:
-    from vllm import LLM, SamplingParams
-
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     model, path = target_folder("llama", tied=tied), tmp_path / "heads"
     vocabulary = torch.arange(3, 96, 2)
@@ -151,24 +152,7 @@ def test_conditioned_heads_in_vllm_propose_what_the_trainers_do_along_every_path
     with new_folder(path) as folder:
         shape = target_shape(str(model))
         write_own(heads, folder, target_name="small", target=shape, training={})
-    llm = LLM(
-        str(model),
-        dtype="float32",
-        max_model_len=128,
-        enforce_eager=True,
-        kv_cache_memory_bytes=1 << 26,
-        speculative_config={
-            "method": "tokenswift",
-            "heads": str(path),
-            "self_draft": "off",
-            "plan": "fixed",
-            "num_speculative_tokens": 8,
-        },
-    )
-    llm.collective_rpc(_watch_paths)
-    llm.generate([{"prompt_token_ids": PROMPT}], SamplingParams(temperature=0, max_tokens=8))
-    seen = llm.collective_rpc(_paths_seen)[0]
-    del llm
+    seen = _while_watched(model, path, _watch_paths, _paths_seen, tokens=8)
     frozen = FrozenTarget(str(model), "float32", torch.device("cpu"))
     checked = 0
     for bonus_token, start, tokens, below in seen:

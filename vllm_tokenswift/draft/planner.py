@@ -195,14 +195,14 @@ class Planner:
         return self._curves[key]
 
     def _spent_ms(self, requests: Sequence[DraftRequest]) -> float:
-        """What this step's draft pass and free heads have cost already."""
+        """What this step's draft pass and heads have cost already."""
         drafted = [r for r in requests if r.heads is not None and not r.heads.free]
         head_passes = max((r.heads.num_passes for r in requests if r.heads is not None), default=0)
-        free_ms = self.cost.heads_ms * head_passes
+        heads_ms = self.cost.heads_ms * head_passes
         if not drafted:
-            return free_ms
+            return heads_ms
         kv_tokens = sum(min(self.budget, request.context_len) for request in drafted)
-        return free_ms + self.cost.draft_pass_ms(kv_tokens, len(drafted))
+        return heads_ms + self.cost.draft_pass_ms(kv_tokens, len(drafted))
 
     def wants_self_draft(
         self, requests: Sequence[DraftRequest], num_other_tokens: int = 0

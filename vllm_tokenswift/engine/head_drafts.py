@@ -125,11 +125,7 @@ class HeadDrafts:
             _, reads = self.heads.step(0, start, self._embedded([0]))
         else:
             reads = torch.cat(self.heads(start))
-        if self._lm_rows is None:
-            logits = self.model.compute_logits(reads)
-        else:
-            logits = torch.nn.functional.linear(reads, self._lm_rows)
-        return self._top(logits.float().softmax(dim=-1), _OFFERED_TOKENS)[0]
+        return self._top(self._own_logits(reads).float().softmax(dim=-1), _OFFERED_TOKENS)[0]
 
     def _at_once(
         self,
@@ -236,12 +232,10 @@ class HeadDrafts:
         self, read: torch.Tensor, scales: torch.Tensor, paths: Sequence[_Path], width: int
     ) -> tuple[list[list[int]], list[list[float]]]:
         assert self._part is not None
-        assert self._lm_rows is not None
         if len(scales) > 1:
             owners = np.array([path.request for path in paths], np.int64)
             scales = scales[self._staging.to_device(owners)[0]]
-        logits = torch.nn.functional.linear(read, self._lm_rows)
-        top = self._part.probabilities(logits, scales).topk(width, dim=-1)
+        top = self._part.probabilities(self._own_logits(read), scales).topk(width, dim=-1)
         return self._part.tokens[top.indices].tolist(), top.values.tolist()
 
     def _embedded(self, tokens: Sequence[int]) -> torch.Tensor:
@@ -250,16 +244,20 @@ class HeadDrafts:
         embedded: torch.Tensor = self.model.embed_input_ids(token_ids)
         return embedded
 
+    def _own_logits(self, read: torch.Tensor) -> torch.Tensor:
+        """``[rows, vocabulary of the heads]``."""
+        if self._lm_rows is not None:
+            return torch.nn.functional.linear(read, self._lm_rows)
+        logits: torch.Tensor = self.model.compute_logits(read)
+        return logits
+
     def _logits(self, read: torch.Tensor) -> torch.Tensor:
         """``[rows, vocab]``; minus infinity where the heads propose nothing."""
-        if self._lm_rows is None:
-            logits: torch.Tensor = self.model.compute_logits(read)
-            return logits
-        assert self.heads is not None
-        assert self.heads.vocabulary is not None
-        some = torch.nn.functional.linear(read, self._lm_rows)
-        every = some.new_full((len(read), self.scorer.vocab_size), -float("inf"))
-        return every.index_copy_(1, self.heads.vocabulary, some)
+        own = self._own_logits(read)
+        if self._part is None:
+            return own
+        every = own.new_full((len(read), self.scorer.vocab_size), -float("inf"))
+        return every.index_copy_(1, self._part.tokens, own)
 
     def _rows_of_lm_head(self, vocabulary: torch.Tensor) -> torch.Tensor:
         """The LM head's rows of some tokens, whatever form vLLM keeps its weights in.

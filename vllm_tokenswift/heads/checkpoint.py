@@ -189,8 +189,13 @@ def _vocabulary(tensors: TensorFolder, target: TargetShape | None) -> torch.Tens
     return tokens
 
 
-def _open(path: str | Path) -> tuple[HeadsInfo, TensorFolder, dict[int, dict[str, str]]]:
-    """Read all that is said of a checkpoint, and check that it agrees with itself."""
+def _open(
+    path: str | Path,
+) -> tuple[HeadsInfo, TensorFolder, dict[int, dict[str, str]], torch.Tensor | None]:
+    """Read all that is said of a checkpoint, and check that it agrees with itself.
+
+    Returns what it is, its tensors, their names by head and part, and its vocabulary.
+    """
     folder = resolve(path)
     own = (folder / RECORD_NAME).is_file()
     tensors = TensorFolder(folder, only=TENSORS_NAME if own else None)
@@ -232,7 +237,7 @@ def _open(path: str | Path) -> tuple[HeadsInfo, TensorFolder, dict[int, dict[str
         vocabulary_size=None if vocabulary is None else len(vocabulary),
         training=config.get("training", {}) if own else {},
     )
-    return info, tensors, found
+    return info, tensors, found, vocabulary
 
 
 def inspect_heads(path: str | Path) -> HeadsInfo:
@@ -259,7 +264,7 @@ def load_heads(
     Raises ValueError, in a sentence that names what is wrong, where files, tensor names,
     shapes or counts are, or where the heads are another target's.
     """
-    info, tensors, found = _open(path)
+    info, tensors, found, vocabulary = _open(path)
     if info.hidden_size != hidden_size:
         raise ValueError(
             f"the heads in {info.path} are of hidden size {info.hidden_size}, "
@@ -281,7 +286,7 @@ def load_heads(
         info.hidden_size,
         eps,
         _width(tensors, found),
-        _vocabulary(tensors, info.target),
+        vocabulary,
     )
     heads.layers.load_state_dict(
         {

@@ -160,10 +160,12 @@ class _Run:
         self.per_step = recipe.batch_size * recipe.grad_accumulation * ranks.world_size
         self.target = FrozenTarget(model, recipe.dtype, ranks.device)
         self.heads = self._new_heads()
-        vocabulary = self.heads.vocabulary
-        self.lm_head = (
-            self.target.lm_head if vocabulary is None else self.target.lm_head[vocabulary]
-        )
+        self.lm_head = self.target.lm_head
+        self.lm_rows: Tensor | None = None  # [vocab]: each token's row in it, or IGNORED
+        if (vocabulary := self.heads.vocabulary) is not None:
+            self.lm_head = self.lm_head[vocabulary]
+            self.lm_rows = torch.full((shape.vocab_size,), IGNORED, device=ranks.device)
+            self.lm_rows[vocabulary] = torch.arange(len(vocabulary), device=ranks.device)
         matrices = [p for p in self.heads.parameters() if p.ndim == 2]
         norms = [p for p in self.heads.parameters() if p.ndim == 1]
         groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": recipe.weight_decay}]
@@ -290,12 +292,9 @@ class _Run:
 
     def _within_vocabulary(self, labels: Tensor) -> Tensor:
         """Labels as rows of the LM head that the heads use; IGNORED where there is none."""
-        vocabulary = self.heads.vocabulary
-        if vocabulary is None:
+        if self.lm_rows is None:
             return labels
-        places = torch.full((self.shape.vocab_size,), IGNORED, device=labels.device)
-        places[vocabulary] = torch.arange(len(vocabulary), device=labels.device)
-        return torch.where(labels == IGNORED, labels, places[labels.clamp(min=0)])
+        return torch.where(labels == IGNORED, labels, self.lm_rows[labels.clamp(min=0)])
 
     @torch.no_grad()
     def _held_out_accuracy(self) -> _Sums:
