@@ -2,12 +2,13 @@
 
 ``patches/`` stands at the top level, in sight of whoever wants to know what is changed
 in vLLM, and is installed as ``vllm_tokenswift.patches``. The supported vLLM versions
-come from ``vllm_tokenswift/versions.py``, their one source.
+come from ``vllm_tokenswift/versions.py``, their one source. The heads' pass on a CPU is
+compiled where there is a C compiler, and done by torch where there is none.
 """
 
 import runpy
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 _versions = runpy.run_path("vllm_tokenswift/versions.py")
 _minors = sorted(_versions["SUPPORTED_VLLM"], key=lambda minor: int(minor.split(".")[1]))
@@ -15,6 +16,16 @@ _next_minor = f"0.{int(_minors[-1].split('.')[1]) + 1}"
 
 setup(
     packages=[*find_packages(include=["vllm_tokenswift*"]), "vllm_tokenswift.patches"],
+    ext_modules=[
+        Extension(
+            "vllm_tokenswift.heads._cpu_pass",
+            ["vllm_tokenswift/heads/cpu_pass.c"],
+            extra_compile_args=["-std=c11", "-O3", "-fopenmp"],
+            extra_link_args=["-fopenmp"],
+            libraries=["m"],
+            optional=True,
+        )
+    ],
     package_dir={"vllm_tokenswift.patches": "patches"},
     package_data={
         "vllm_tokenswift": ["py.typed"],

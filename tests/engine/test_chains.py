@@ -126,8 +126,8 @@ def test_chains_equal_dense_tree_attention_in_mixed_batches(
         slot_mapping=torch.zeros(total, dtype=torch.int64),
         scheduler_metadata=cpu_attention.scheduler_metadata(builder, query_start_loc, seq_lens),
         tail_copies=batch.tail_copies,
-        gather_rows=torch.from_numpy(batch.gather_rows),
-        scatter_slots=torch.from_numpy(batch.scatter_slots),
+        extra_slots=tuple(torch.from_numpy(slots) for slots in batch.extra_slots),
+        kv_caches={layer.layer_name: cache},
     )
     output = torch.zeros(total, heads * HEAD_DIM, dtype=dtype).view(total, heads, HEAD_DIM)
     impl.forward(layer, query, key, value, cache, metadata, output)

@@ -12,9 +12,10 @@ chain's own KV.
 
 The numerics are those of plain decoding (same kernel, same order), for every
 memory layout of the cache: whole blocks are copied as bytes, and new KV is
-written by vLLM's own cache-writing kernel.
+written by vLLM's own cache-writing kernel. So the scratch blocks of a side chain are what
+the request's own blocks become if its nodes are accepted: the commit copies them back.
 
-Cost: a side chain reads the prefix once more, one block copy and one small
+Cost: a side chain reads the prefix once more, and takes one block copy and one small
 write per layer. Few side chains, or none, are cheap; the cost model knows.
 """
 
@@ -37,9 +38,11 @@ class VirtualBatch:
     query_start_loc: int32 ``[v + 1]``; seq_lens: int32 ``[v]``;
     block_table: int32 ``[v, blocks]``, physical blocks.
     tail_copies: whole blocks to copy before attention: a source, and targets in a row.
-    gather_rows: int64 ``[m]``: query rows whose K and V are also written to
-    ``scatter_slots`` int64 ``[m]``.
-    gathered: ``(req_id, node) -> index`` into ``gather_rows``.
+    extra_slots: int64 ``[writes, query rows]``: where the K and V of a row are written
+    besides its own slot, -1 for nowhere; more than one write where a row is the ancestor
+    of several side chains.
+    scratch: ``(req_id, node) -> blocks`` for the nodes of side chains: the blocks that take
+    the place of the request's own, from the one with the root's slot on.
     dead_nodes: per request, the nodes for which no scratch block was left: their
     rows hold garbage, and the scorer must not walk into them.
     """
@@ -48,9 +51,8 @@ class VirtualBatch:
     seq_lens: npt.NDArray[np.int32]
     block_table: npt.NDArray[np.int32]
     tail_copies: list[tuple[int, slice]]
-    gather_rows: npt.NDArray[np.int64]
-    scatter_slots: npt.NDArray[np.int64]
-    gathered: dict[tuple[str, int], int] = field(default_factory=dict)
+    extra_slots: npt.NDArray[np.int64]
+    scratch: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     dead_nodes: dict[str, frozenset[int]] = field(default_factory=dict)
 
 
@@ -69,15 +71,15 @@ def cut_into_chains(
     int32 ``[r, blocks]``: the step as vLLM built it, by batch row.
     scratch_blocks: physical blocks that belong to no request.
     """
+    num_rows = int(query_start_loc[len(seq_lens)])
     by_row = {tree.batch_row: tree for tree in trees}
     free = list(scratch_blocks)[::-1]
     starts: list[int] = []
     lens: list[int] = []
     tables: list[npt.NDArray[np.int32]] = []
     tail_copies: list[tuple[int, slice]] = []
-    gather_rows: list[int] = []
-    scatter_slots: list[int] = []
-    gathered: dict[tuple[str, int], int] = {}
+    extra_slots: list[npt.NDArray[np.int64]] = []
+    scratch: dict[tuple[str, int], list[int]] = {}
     dead: dict[str, frozenset[int]] = {}
 
     for batch_row in range(len(seq_lens)):
@@ -118,29 +120,41 @@ def cut_into_chains(
         if tail_tokens:
             tail_copies += [(int(table[first_block]), run) for run in _runs(firsts)]
         for (chain, num_scratch, chain_table), first in zip(alive, firsts, strict=True):
-            scratch = [first, *(free.pop() for _ in range(num_scratch - 1))]
-            chain_table[first_block : first_block + num_scratch] = scratch
-            for node in (*chain.ancestors, *range(chain.first, chain.last + 1)):
-                offset = tail_tokens + int(depths[node])
-                gathered.setdefault((rows.req_id, node), len(gather_rows))
-                gather_rows.append(rows.root_row + node)
-                scatter_slots.append(
-                    scratch[offset // block_size] * block_size + offset % block_size
+            blocks = [first, *(free.pop() for _ in range(num_scratch - 1))]
+            chain_table[first_block : first_block + num_scratch] = blocks
+            nodes = range(chain.first, chain.last + 1)
+            scratch.update(((rows.req_id, node), blocks) for node in nodes)
+            for node in (*chain.ancestors, *nodes):
+                block, offset = divmod(tail_tokens + int(depths[node]), block_size)
+                _add(
+                    extra_slots,
+                    rows.root_row + node,
+                    blocks[block] * block_size + offset,
+                    num_rows,
                 )
         if request_dead:
             dead[rows.req_id] = frozenset(request_dead)
 
-    starts.append(int(query_start_loc[len(seq_lens)]))
+    starts.append(num_rows)
     return VirtualBatch(
         np.asarray(starts, np.int32),
         np.asarray(lens, np.int32),
         np.stack(tables),
         tail_copies,
-        np.asarray(gather_rows, np.int64),
-        np.asarray(scatter_slots, np.int64),
-        gathered,
+        np.stack(extra_slots) if extra_slots else np.empty((0, num_rows), np.int64),
+        scratch,
         dead,
     )
+
+
+def _add(writes: list[npt.NDArray[np.int64]], row: int, slot: int, num_rows: int) -> None:
+    """One more slot for a row, in the first write that has none for it."""
+    for write in writes:
+        if write[row] < 0:
+            write[row] = slot
+            return
+    writes.append(np.full(num_rows, -1, np.int64))
+    writes[-1][row] = slot
 
 
 def _runs(blocks: Sequence[int]) -> list[slice]:

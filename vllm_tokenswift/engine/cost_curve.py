@@ -93,7 +93,7 @@ class CostCurve:
         if has_long:
             works["long"] = self._target_pass([1], long)
         for length in lengths:
-            # One branch: the first costs most (rows gathered and written again in every layer),
+            # One branch: the first costs most (its rows are written again in every layer),
             # and most trees that branch have one or two.
             works[f"chain {length}"] = self._target_pass([3], length)
             works[f"branch {length}"] = self._target_pass(

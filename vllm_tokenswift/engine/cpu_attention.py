@@ -23,14 +23,14 @@ from vllm.v1.attention.backends.cpu_attn import (
 class ChainMetadata(CPUAttentionMetadata):
     """A verify step with branching trees, cut into chains (all fields: ``chains.py``).
 
-    saved_kv: per layer the K and V of the gathered rows, ``[m, kv_heads, head]``
-    each: what the commit writes to the slots of the accepted path.
+    kv_caches: every layer's cache by name, in the order they run in; the first layer copies
+    the tails of all. (Between two layers each operation of torch costs tens of microseconds:
+    the weights have taken its code's place in the processor's cache.)
     """
 
     tail_copies: list[tuple[int, slice]] = field(default_factory=list)
-    gather_rows: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    scatter_slots: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    saved_kv: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    extra_slots: tuple[torch.Tensor, ...] = ()
+    kv_caches: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -65,14 +65,13 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         metadata: ChainMetadata,
     ) -> None:
-        for source, targets in metadata.tail_copies:
-            kv_cache[targets] = kv_cache[source]
-        if not len(metadata.gather_rows):
-            return
-        # Copies: the compiled graph may reuse the memory of key and value later on.
-        saved = key[metadata.gather_rows], value[metadata.gather_rows]
-        metadata.saved_kv[layer.layer_name] = saved  # type: ignore[index]
-        self.do_kv_cache_update(layer, *saved, kv_cache, metadata.scatter_slots)
+        if layer.layer_name == next(iter(metadata.kv_caches)):
+            for cache in metadata.kv_caches.values():
+                for source, targets in metadata.tail_copies:
+                    cache[targets] = cache[source]
+        # The kernel skips rows whose slot is negative.
+        for slots in metadata.extra_slots:
+            self.do_kv_cache_update(layer, key, value, kv_cache, slots)
 
 
 class TreeCPUAttentionBackend(CPUAttentionBackend):

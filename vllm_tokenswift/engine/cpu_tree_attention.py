@@ -93,7 +93,6 @@ class CPUTreeAttention:
         self.scratch_blocks = scratch_blocks
         self.max_side_chains = len(scratch_blocks)
         self._batch: VirtualBatch | None = None
-        self._metadata: ChainMetadata | None = None
         first = next(iter(layers.values()))
         self.key_permutation = cpu_attention.key_permutation(
             first.impl, first, first.kv_cache[scratch_blocks[0] : scratch_blocks[0] + 1]
@@ -128,10 +127,10 @@ class CPUTreeAttention:
         chained = ChainMetadata(
             **fields,
             tail_copies=batch.tail_copies,
-            gather_rows=torch.from_numpy(batch.gather_rows),
-            scatter_slots=torch.from_numpy(batch.scatter_slots),
+            extra_slots=tuple(torch.from_numpy(slots) for slots in batch.extra_slots),
+            kv_caches={name: layer.kv_cache for name, layer in self.layers.items()},
         )
-        self._batch, self._metadata = batch, chained
+        self._batch = batch
         return dict.fromkeys(metadata, chained), batch.dead_nodes
 
     def commit(
@@ -140,27 +139,25 @@ class CPUTreeAttention:
         accepted: dict[str, list[int]],
         block_table: npt.NDArray[np.int32],
     ) -> int:
-        batch, metadata = self._batch, self._metadata
-        self._batch = self._metadata = None
-        sources: list[int] = []
-        slots: list[int] = []
+        batch, self._batch = self._batch, None
+        copies: list[tuple[int, int]] = []
+        num_moved = 0
         for rows in plan.branching:
-            for depth, node in enumerate(accepted[rows.req_id], start=1):
-                if node != depth:  # else it already lies in its slot
-                    assert batch is not None
-                    sources.append(batch.gathered[rows.req_id, node])
-                    block, offset = divmod(rows.root_position + depth, self.block_size)
-                    slots.append(int(block_table[rows.batch_row, block]) * self.block_size + offset)
-        if not sources:
-            return 0
-        assert metadata is not None
-        index, slot_mapping = torch.tensor(sources), torch.tensor(slots)
-        for name, layer in self.layers.items():
-            key, value = metadata.saved_kv[name]
-            layer.impl.do_kv_cache_update(
-                layer, key[index], value[index], layer.kv_cache, slot_mapping
-            )
-        return len(sources)
+            nodes = accepted[rows.req_id]
+            moved = sum(node != depth for depth, node in enumerate(nodes, start=1))
+            if not moved:  # the main chain's KV lies in its slots
+                continue
+            assert batch is not None
+            num_moved += moved
+            first, tail_tokens = divmod(rows.root_position, self.block_size)
+            last = first + (tail_tokens + len(nodes)) // self.block_size
+            own = block_table[rows.batch_row, first : last + 1].tolist()
+            scratch = batch.scratch[rows.req_id, nodes[-1]]
+            copies += zip(scratch[: len(own)], own, strict=True)
+        for layer in self.layers.values() if copies else ():
+            for source, target in copies:
+                layer.kv_cache[target] = layer.kv_cache[source]
+        return num_moved
 
     def draft_metadata(
         self,
