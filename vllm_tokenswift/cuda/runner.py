@@ -18,14 +18,18 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_tokenswift.cuda.backend import tree_backends
 from vllm_tokenswift.cuda.draft_graphs import GraphedDraftPass, first_rows
 from vllm_tokenswift.cuda.graph_shapes import TreeGraphDispatcher, graph_widths
+from vllm_tokenswift.cuda.head_graph import MAX_VOCABULARY, HeadGraphs
 from vllm_tokenswift.cuda.tree_scorer import CUDATreeScorer
 from vllm_tokenswift.cuda.tree_verifier import CUDATreeAttention
 from vllm_tokenswift.draft.cost import CostModel
 from vllm_tokenswift.engine.cost_curve import Pass, Shape
+from vllm_tokenswift.engine.descent import Descent
 from vllm_tokenswift.engine.draft_pass import DraftPass
 from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
 from vllm_tokenswift.engine.tree_attention import TreeAttention
 from vllm_tokenswift.engine.worker_mixin import TokenSwiftWorkerMixin
+from vllm_tokenswift.heads.model import DraftHeads
+from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
 from vllm_tokenswift.tree import DraftTree
 
 
@@ -111,6 +115,14 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
         if not self.graphs.wide_shapes:  # no full graphs
             return super().make_draft_pass()
         return GraphedDraftPass(self, self.draft_table().budget_blocks)
+
+    def make_descent(
+        self, heads: DraftHeads, part: DraftVocabulary, lm_rows: torch.Tensor, least_chance: float
+    ) -> Descent | None:
+        if not self.graphs.wide_shapes or len(part.tokens) > MAX_VOCABULARY:
+            return None
+        embed = self.model.embed_input_ids
+        return HeadGraphs(heads, part, lm_rows, embed, least_chance, self.max_num_reqs)
 
     def verify_shapes(self) -> list[Shape]:
         """Captured shapes: one request at every width, then more requests at the widest."""

@@ -28,10 +28,10 @@ NoiseOf = Callable[[int], float]
 
 # Counted on SmolLM2's text at temperature 1, with and without a penalty: by the noise of
 # 23,000 offered tokens, how the odds that they came differ from all tokens' (in log-odds).
-_NOISE_EDGES = (0.03, 0.25, 0.5, 1.0)
-_ODDS_FACTORS = tuple(exp(offset) for offset in (1.8, 0.85, 0.0, -0.4, -1.0))
+NOISE_EDGES = (0.03, 0.25, 0.5, 1.0)
+ODDS_FACTORS = tuple(exp(offset) for offset in (1.8, 0.85, 0.0, -0.4, -1.0))
 # Offers less likely than this are not worth looking at their noise.
-_LEAST_RATE = 0.003
+LEAST_RATE = 0.003
 _LEAST_PROBABILITY = 5e-4
 
 
@@ -59,9 +59,9 @@ class Foresight:
 
     def weighed(self, rate: float, depth: int, token: int) -> float:
         """The chance that an offered token is accepted, which is ``rate`` over all noise."""
-        if not _LEAST_RATE <= rate < 1.0:
+        if not LEAST_RATE <= rate < 1.0:
             return rate
-        factor = _ODDS_FACTORS[bisect_right(_NOISE_EDGES, self.noise(depth, token))]
+        factor = ODDS_FACTORS[bisect_right(NOISE_EDGES, self.noise(depth, token))]
         # The surer an offer, the less it depends on luck.
         odds = rate / (1.0 - rate) * (1.0 + (factor - 1.0) * (1.0 - rate))
         return odds / (1.0 + odds)

@@ -9,7 +9,7 @@ pass over the weights, which is what a head costs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 
 from vllm_tokenswift.draft.candidates import NO_ROW, HeadCandidates
 from vllm_tokenswift.draft.foresight import Foresight
+from vllm_tokenswift.engine.descent import Descent, Start
 from vllm_tokenswift.engine.staging import Staging
 from vllm_tokenswift.heads import cpu_pass
 from vllm_tokenswift.heads.cpu_pass import CpuHeadPass
@@ -99,6 +100,14 @@ class HeadDrafts:
             self._own_tokens = vocabulary.cpu().numpy()
             self._lm_rows = self._rows_of_lm_head(vocabulary)
         self._compiled = self._compiled_pass()
+        self._descent = self._platform_descent(runner)
+
+    def _platform_descent(self, runner: TokenSwiftRunnerMixin) -> Descent | None:
+        if self.heads is None or not self.heads.conditioned or self.options.plan != "auto":
+            return None
+        if self._part is None or self._lm_rows is None:
+            return None
+        return runner.make_descent(self.heads, self._part, self._lm_rows, _LEAST_CHANCE)
 
     def candidates(
         self,
@@ -133,9 +142,11 @@ class HeadDrafts:
         assert self.heads is not None
         return CpuHeadPass(self.heads, self._lm_rows)
 
-    def alone(self) -> list[list[int]]:
+    def alone(self) -> object:
         """What heads do in one pass for one request, apart from its constraints (cost curve)."""
         assert self.heads is not None
+        if self._descent is not None:
+            return self._descent.alone()
         start = torch.ones(1, self.hidden_size, dtype=self.dtype, device=self.device)
         if self._compiled is not None:
             scales = torch.ones(1, 2, len(self._own_tokens), device=self.device)
@@ -184,6 +195,15 @@ class HeadDrafts:
             likely = self.scorer.constrain(self.model.compute_logits(own), req_ids)
             paths = self._extend(grown, requests, paths, self._top(likely, widths[0]), depth)
             depth = 1
+        if (
+            self._descent is not None
+            and paths
+            and self._descend(grown, requests, paths, start, depth)
+        ):
+            return [
+                HeadCandidates(rows.tokens, rows.probabilities, own is None, rows.below)
+                for rows in grown
+            ]
         compiled = (
             self._compiled is not None
             and scales is not None
@@ -205,6 +225,37 @@ class HeadDrafts:
             HeadCandidates(rows.tokens, rows.probabilities, own is None, rows.below, num_passes)
             for rows in grown
         ]
+
+    def _descend(
+        self,
+        grown: Sequence[_Rows],
+        requests: Sequence[HeadRequest],
+        paths: list[_Path],
+        start: torch.Tensor,
+        depth: int,
+    ) -> bool:
+        """Adds what all heads find below the paths, where the platform runs them at once."""
+        assert self._descent is not None
+        levels = self._descent.descend(
+            self.scorer.states([request.req_id for request in requests]),
+            [request.foresight is not None for request in requests],
+            [Start(path.request, path.token, path.chance) for path in paths],
+            start,
+            depth,
+        )
+        if levels is None:
+            return False
+        above = [(path, path.row) for path in paths]  # with the row that each leads to
+        for number, level in enumerate(levels):
+            below = []
+            for found in level:
+                path, row = above[found.above]
+                if number > 0:
+                    path = replace(path, row=row, place=found.place)
+                row = grown[path.request].add(found.tokens, found.probabilities, path)
+                below.append((path, row))
+            above = below
+        return True
 
     def _compiled_step(
         self,

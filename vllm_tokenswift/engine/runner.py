@@ -32,6 +32,7 @@ from vllm_tokenswift.engine.cost_curve import (
     attention_pass,
     single_request_shapes,
 )
+from vllm_tokenswift.engine.descent import Descent
 from vllm_tokenswift.engine.draft_pass import DraftPass
 from vllm_tokenswift.engine.drafting import Drafter, DraftRequest
 from vllm_tokenswift.engine.recording import Recorder
@@ -40,10 +41,12 @@ from vllm_tokenswift.engine.staging import Staging
 from vllm_tokenswift.engine.step_inputs import StepInputs, logits_layout, logits_rows
 from vllm_tokenswift.engine.tree_attention import TreeAttention
 from vllm_tokenswift.engine.verify_plan import NO_TREES, TreeRows, VerifyPlan
+from vllm_tokenswift.heads.model import DraftHeads
 from vllm_tokenswift.heads.skip_weights import head_weights_skipped
 from vllm_tokenswift.metrics import Stats
 from vllm_tokenswift.options import TokenSwiftOptions
 from vllm_tokenswift.partial_kv.table import DraftBlockTable, Mode
+from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
 from vllm_tokenswift.sampling.params import RequestOptions
 from vllm_tokenswift.sampling.scorer import (
     Accepted,
@@ -125,6 +128,12 @@ class TokenSwiftRunnerMixin(_Runner):
 
     def make_draft_pass(self) -> DraftPass:
         return DraftPass(self)
+
+    def make_descent(
+        self, heads: DraftHeads, part: DraftVocabulary, lm_rows: torch.Tensor, least_chance: float
+    ) -> Descent | None:
+        """All conditioned heads at once, where the platform has a way to run them so."""
+        return None
 
     # What the cost curve times.
 

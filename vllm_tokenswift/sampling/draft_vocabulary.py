@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm_tokenswift.sampling.request import RequestState
@@ -32,6 +33,19 @@ class DraftVocabulary:
             state.forbidden is not None or state.counts is not None or state.bad_words or state.bias
             for state in states
         )
+
+    def places(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where those of the tokens that are of the part stand in it."""
+        places: npt.NDArray[np.int64] = self._place[tokens]
+        return places[places < len(self.tokens)]
+
+    @staticmethod
+    def scales_of(state: RequestState) -> tuple[np.float32, np.float32, np.float32]:
+        """What logits are multiplied by: those outside of the window, and the positive and the
+        negative ones of tokens in it."""
+        theta, temperature = state.numbers.theta, np.float32(state.numbers.temperature)
+        plain, positive, negative = np.float32(1.0), np.float32(1.0 / theta), np.float32(theta)
+        return plain / temperature, positive / temperature, negative / temperature
 
     def scales(self, states: Sequence[RequestState]) -> torch.Tensor:
         """What positive and negative logits are multiplied by: float32 ``[states, 2, part]``."""

@@ -1,0 +1,257 @@
+"""The small steps of conditioned heads between their matrix products, one launch each.
+
+A *path* is a way down from a request's bonus token along drafted tokens; each request has
+``PATHS`` places for paths, path ``p`` being request ``p // PATHS``'s. A *level* is what one head
+adds below all paths: an *entry* of ``ENTRY`` 32-bit words a path, read back by the host in one
+copy (``cuda/head_graph.py``):
+
+    0        the path's chance (float32; 0: no path stands here)
+    1        the state it goes on from: a row of the level above (of the start, at level 0)
+    2        which of that row's tokens it follows
+    3        unused
+    4..11    the ``WIDTH`` likeliest tokens below it, likeliest first
+    12..19   their probabilities (float32)
+
+Maths. As ``engine/head_drafts.py`` and ``draft/foresight.py`` have it, in float32: the norm
+rounds once; a positive and a negative logit are scaled by temperature and penalty; a token's
+chance is its path's times its probability, the latter weighed by the noise that will decide
+the sample (MurmurHash3 of seed, position and token, see ``cuda/seed_noise.py``); the ``PATHS``
+best of at least ``LEAST_CHANCE`` are followed. Of equals the first counts.
+
+CUDA graphs. Launches depend on shapes alone.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+from __future__ import annotations
+
+from math import exp
+
+import torch
+import triton
+import triton.language as tl
+from vllm.v1.worker.gpu.sample.gumbel import murmur3_uniform32
+
+from vllm_tokenswift.draft.foresight import LEAST_RATE, NOISE_EDGES, ODDS_FACTORS
+
+PATHS = 2
+WIDTH = 8
+ENTRY = 4 + 2 * WIDTH
+# Scales of a request: see :func:`top_tokens`; and whether its noise is looked at.
+SCALES = 4
+
+_PATHS = tl.constexpr(PATHS)
+_WIDTH = tl.constexpr(WIDTH)
+_ENTRY = tl.constexpr(ENTRY)
+_SCALES = tl.constexpr(SCALES)
+_LEAST_RATE = tl.constexpr(LEAST_RATE)
+# The noise is -log(1 - u) of a uniform u: edges of one are edges of the other.
+_EDGE_0, _EDGE_1, _EDGE_2, _EDGE_3 = (tl.constexpr(1.0 - exp(-edge)) for edge in NOISE_EDGES)
+_FACTOR_0, _FACTOR_1, _FACTOR_2, _FACTOR_3, _FACTOR_4 = map(tl.constexpr, ODDS_FACTORS)
+
+
+@triton.jit
+def _normed(x, weight_ptr, element, element_ok, hidden, eps):
+    """``HeadNorm`` of a row in float32 (``heads/model.py``)."""
+    scale = tl.rsqrt(tl.sum(x * x, 0) / hidden + eps)
+    weight = tl.load(weight_ptr + element, mask=element_ok, other=0.0).to(tl.float32)
+    return x * scale * weight
+
+
+@triton.jit(do_not_specialize=["hidden"])
+def _enter_kernel(
+    entries_ptr,  # [paths, ENTRY]
+    states_ptr,  # [rows, hidden]
+    embedded_ptr,  # [paths, hidden]
+    state_weight_ptr, token_weight_ptr,  # [hidden]
+    hidden_ptr,  # [paths, hidden]
+    both_ptr,  # [paths, 2 * hidden]
+    hidden, eps,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    path = tl.program_id(0)
+    state = tl.load(entries_ptr + path * _ENTRY + 1)
+    element = tl.arange(0, BLOCK)
+    ok = element < hidden
+    x = tl.load(states_ptr + state * hidden + element, mask=ok, other=0.0)
+    tl.store(hidden_ptr + path * hidden + element, x, mask=ok)
+    both = _normed(x.to(tl.float32), state_weight_ptr, element, ok, hidden, eps)
+    tl.store(both_ptr + path * 2 * hidden + element, both, mask=ok)
+    token = tl.load(embedded_ptr + path * hidden + element, mask=ok, other=0.0).to(tl.float32)
+    both = _normed(token, token_weight_ptr, element, ok, hidden, eps)
+    tl.store(both_ptr + path * 2 * hidden + hidden + element, both, mask=ok)
+
+
+@triton.jit(do_not_specialize=["hidden"])
+def _leave_kernel(
+    hidden_ptr,  # [paths, hidden], the old state; the new one
+    moved_ptr,  # [paths, hidden]
+    weight_ptr,  # [hidden]
+    read_ptr,  # [paths, hidden]
+    hidden, eps,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    path = tl.program_id(0)
+    element = tl.arange(0, BLOCK)
+    ok = element < hidden
+    x = tl.load(hidden_ptr + path * hidden + element, mask=ok, other=0.0)
+    moved = tl.load(moved_ptr + path * hidden + element, mask=ok, other=0.0)
+    new = (x.to(tl.float32) + moved.to(tl.float32)).to(x.dtype)
+    tl.store(hidden_ptr + path * hidden + element, new, mask=ok)
+    read = _normed(new.to(tl.float32), weight_ptr, element, ok, hidden, eps)
+    tl.store(read_ptr + path * hidden + element, read, mask=ok)
+
+
+@triton.jit(do_not_specialize=["part"])
+def _top_kernel(
+    logits_ptr,  # [paths, part]
+    penalised_ptr,  # uint8 [requests, part]
+    scales_ptr,  # [requests, SCALES]
+    vocabulary_ptr,  # [part]
+    entries_ptr,  # int32 [paths, ENTRY]
+    chances_ptr,  # the same memory as float32
+    part,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    path = tl.program_id(0)
+    request = path // _PATHS
+    place = tl.arange(0, BLOCK)
+    ok = place < part
+    x = tl.load(logits_ptr + path * part + place, mask=ok, other=float("-inf")).to(tl.float32)
+    penalised = tl.load(penalised_ptr + request * part + place, mask=ok, other=0) != 0
+    scale_ptr = scales_ptr + request * _SCALES
+    plain = tl.load(scale_ptr)
+    scale = tl.where(
+        penalised, tl.where(x > 0, tl.load(scale_ptr + 1), tl.load(scale_ptr + 2)), plain
+    )
+    x = tl.where(ok, x * scale, float("-inf"))
+    weight = tl.exp(x - tl.max(x, 0))
+    probability = tl.where(ok, weight / tl.sum(weight, 0), -1.0)
+    entry = path * _ENTRY + 4
+    for i in tl.static_range(_WIDTH):
+        best = tl.argmax(probability, 0)
+        tl.store(chances_ptr + entry + _WIDTH + i, tl.max(probability, 0))
+        tl.store(entries_ptr + entry + i, tl.load(vocabulary_ptr + best).to(tl.int32))
+        probability = tl.where(place == best, -1.0, probability)
+
+
+@triton.jit(do_not_specialize=["level"])
+def _choose_kernel(
+    entries_ptr,  # int32 [paths, ENTRY] of a level; the next level's lie behind them
+    chances_ptr,  # the same memory as float32
+    tokens_ptr,  # int64 [paths], the tokens that the next level's paths end with
+    seeds_ptr,  # int64 [requests]
+    positions_ptr,  # int64 [requests], of the token before the first level's tokens
+    scales_ptr,  # [requests, SCALES]
+    num_paths, level,
+    LEAST_CHANCE: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0)
+    candidate = tl.arange(0, _PATHS * _WIDTH)
+    path = request * _PATHS + candidate // _WIDTH
+    place = candidate % _WIDTH
+    above = tl.load(chances_ptr + path * _ENTRY)
+    token = tl.load(entries_ptr + path * _ENTRY + 4 + place)
+    rate = tl.load(chances_ptr + path * _ENTRY + 4 + _WIDTH + place)
+    ok = above * rate >= LEAST_CHANCE
+
+    seed = tl.load(seeds_ptr + request)
+    position = tl.load(positions_ptr + request) + level
+    uniform = murmur3_uniform32(seed, position, token)
+    factor = tl.where(uniform >= _EDGE_3, _FACTOR_4, _FACTOR_3)
+    factor = tl.where(uniform < _EDGE_2, _FACTOR_2, factor)
+    factor = tl.where(uniform < _EDGE_1, _FACTOR_1, factor)
+    factor = tl.where(uniform < _EDGE_0, _FACTOR_0, factor)
+    odds = rate / (1.0 - tl.minimum(rate, 0.9999999)) * (1.0 + (factor - 1.0) * (1.0 - rate))
+    foreseen = tl.load(scales_ptr + request * _SCALES + 3)
+    weighed = tl.where((rate >= _LEAST_RATE) & (rate < 1.0), odds / (1.0 + odds), rate)
+    chance = above * tl.where(foreseen > 0.0, weighed, rate)
+    chance = tl.where(ok & (chance >= LEAST_CHANCE), chance, 0.0)
+    for rank in tl.static_range(_PATHS):
+        best = tl.argmax(chance, 0)
+        is_best = candidate == best
+        next_path = request * _PATHS + rank
+        entry = (num_paths + next_path) * _ENTRY
+        tl.store(chances_ptr + entry, tl.max(chance, 0))
+        tl.store(entries_ptr + entry + 1, request * _PATHS + best // _WIDTH)
+        tl.store(entries_ptr + entry + 2, best % _WIDTH)
+        best_token = tl.sum(tl.where(is_best, token, 0), 0)
+        tl.store(tokens_ptr + next_path, best_token.to(tl.int64))
+        chance = tl.where(is_best, 0.0, chance)
+
+
+def enter_head(
+    entries: torch.Tensor,
+    states: torch.Tensor,
+    embedded: torch.Tensor,
+    state_weight: torch.Tensor,
+    token_weight: torch.Tensor,
+    eps: float,
+    hidden: torch.Tensor,
+    both: torch.Tensor,
+) -> None:
+    """Fetches each path's state into ``hidden``, and into ``both`` what the head reads.
+
+    entries: int32 ``[paths, ENTRY]``. states: ``[rows, hidden]``. embedded, hidden: ``[paths,
+    hidden]``. state_weight, token_weight: ``[hidden]``, of the two norms. both: ``[paths, 2 *
+    hidden]``. ``hidden`` must not overlap ``states``.
+    """
+    paths, size = hidden.shape
+    _enter_kernel[(paths,)](
+        entries, states, embedded, state_weight, token_weight, hidden, both, size, eps,
+        BLOCK=triton.next_power_of_2(size), num_warps=4,
+    )  # fmt: skip
+
+
+def leave_head(
+    hidden: torch.Tensor, moved: torch.Tensor, weight: torch.Tensor, eps: float, read: torch.Tensor
+) -> None:
+    """Adds what the head found to the states, and norms them for the LM head into ``read``.
+
+    hidden, moved, read: ``[paths, hidden]``; weight: ``[hidden]``, of the norm.
+    """
+    paths, size = hidden.shape
+    _leave_kernel[(paths,)](
+        hidden, moved, weight, read, size, eps, BLOCK=triton.next_power_of_2(size), num_warps=4
+    )
+
+
+def top_tokens(
+    logits: torch.Tensor,
+    penalised: torch.Tensor,
+    scales: torch.Tensor,
+    vocabulary: torch.Tensor,
+    entries: torch.Tensor,
+) -> None:
+    """Writes each path's likeliest tokens and their probabilities into its entry.
+
+    logits: ``[paths, part]``. penalised: uint8 ``[requests, part]``, tokens in the window.
+    scales: float32 ``[requests, SCALES]``: what logits are multiplied by; penalised positive
+    ones; penalised negative ones; whether the noise is looked at. vocabulary: int64 ``[part]``.
+    entries: int32 ``[paths, ENTRY]``.
+    """
+    paths, part = logits.shape
+    _top_kernel[(paths,)](
+        logits, penalised, scales, vocabulary, entries, entries.view(torch.float32), part,
+        BLOCK=triton.next_power_of_2(part), num_warps=8,
+    )  # fmt: skip
+
+
+def choose_paths(
+    entries: torch.Tensor,
+    tokens: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    scales: torch.Tensor,
+    level: int,
+    least_chance: float,
+) -> None:
+    """Chooses the paths of the next level; writes the heads of its entries, and their tokens.
+
+    entries: int32 ``[2, paths, ENTRY]``, this level and the next. tokens: int64 ``[paths]``.
+    seeds, positions: int64 ``[requests]``; positions of the token before the first level's.
+    scales: see :func:`top_tokens`.
+    """
+    _choose_kernel[(len(seeds),)](
+        entries, entries.view(torch.float32), tokens, seeds, positions, scales,
+        entries.shape[1], level, LEAST_CHANCE=least_chance, num_warps=1,
+    )  # fmt: skip

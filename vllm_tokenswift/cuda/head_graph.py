@@ -1,0 +1,280 @@
+"""Conditioned heads as one CUDA graph: every head, both paths, one copy in and one back.
+
+From head to head a dozen small launches and a look at the result cost the host a millisecond;
+here the choice of paths is made on the device too (``cuda/descent_kernels.py``). There is a
+graph for each of a few numbers of requests. Larger batches, whose passes are long, and requests
+whose constraints need the whole vocabulary go from head to head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, cast
+
+import numpy as np
+import torch
+from vllm.distributed.parallel_state import graph_capture
+from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
+from vllm.utils.torch_utils import PIN_MEMORY
+
+from vllm_tokenswift.cuda.descent_kernels import (
+    ENTRY,
+    PATHS,
+    SCALES,
+    WIDTH,
+    choose_paths,
+    enter_head,
+    leave_head,
+    top_tokens,
+)
+from vllm_tokenswift.cuda.seed_noise import SeedNoise
+from vllm_tokenswift.engine.descent import FoundRow, Start
+from vllm_tokenswift.heads.model import ConditionedHead, DraftHeads
+from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
+from vllm_tokenswift.sampling.request import RequestState
+
+_COUNTS = (1, 2, 4, 8)  # requests of a captured descent
+# The likeliest tokens are found by one program a path: beyond this its registers run out.
+MAX_VOCABULARY = 32768
+_ALIGNMENT = 16  # bytes, see engine/staging.py
+
+Embed = Callable[[torch.Tensor], torch.Tensor]
+"""int64 ``[tokens]`` -> ``[tokens, hidden]``, by the target."""
+
+
+class HeadGraphs:
+    """See :class:`~vllm_tokenswift.engine.descent.Descent`.
+
+    heads: of the conditioned form. part: the vocabulary they propose, at most
+    ``MAX_VOCABULARY`` tokens. lm_rows: ``[part, hidden]``, the LM head's rows of it.
+    least_chance: of a path that is followed. max_requests: most requests of a batch.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        heads: DraftHeads,
+        part: DraftVocabulary,
+        lm_rows: torch.Tensor,
+        embed: Embed,
+        least_chance: float,
+        max_requests: int,
+    ) -> None:
+        self._part = part
+        counts = [count for count in _COUNTS if count <= max_requests]
+        self._descents = [
+            _GraphedDescent(heads, part, lm_rows, embed, least_chance, count) for count in counts
+        ]
+        if lm_rows.is_cuda:
+            pool = torch.cuda.graph_pool_handle()
+            with freeze_gc_for_cudagraph_capture(), graph_capture(lm_rows.device) as context:
+                for descent in reversed(self._descents):
+                    descent.capture(pool, context.stream)
+            torch.cuda.synchronize()
+
+    @torch.inference_mode()
+    def descend(
+        self,
+        states: Sequence[RequestState],
+        foreseen: Sequence[bool],
+        starts: Sequence[Start],
+        hidden: torch.Tensor,
+        depth: int,
+    ) -> list[list[FoundRow]] | None:
+        if len(states) > self._descents[-1].count or not self._part.suffices(states):
+            return None
+        descent = next(d for d in self._descents if d.count >= len(states))
+        descent.fill(states, foreseen, starts, depth)
+        descent.run(hidden)
+        return descent.found()
+
+    @torch.inference_mode()
+    def alone(self) -> object:
+        descent = self._descents[0]
+        descent.entries[0].fill(0)
+        descent.chances[0, 0, 0] = 1.0
+        descent.run(torch.ones_like(descent.start))
+        return descent.found()
+
+
+class _GraphedDescent:
+    """The descent of ``count`` requests: its buffers, and on a GPU the graph that reads them."""
+
+    def __init__(
+        self,
+        heads: DraftHeads,
+        part: DraftVocabulary,
+        lm_rows: torch.Tensor,
+        embed: Embed,
+        least_chance: float,
+        count: int,
+    ) -> None:
+        self.count = count
+        self._layers = [cast(ConditionedHead, layer) for layer in heads.layers]
+        self._eps, self._part, self._embed = heads.eps, part, embed
+        self._lm_rows, self._least_chance = lm_rows, least_chance
+        self._graph: torch.cuda.CUDAGraph | None = None
+        device, num_paths, size = lm_rows.device, PATHS * count, heads.hidden_size
+        self._done = torch.cuda.Event() if lm_rows.is_cuda else None
+
+        # What the host gives, and behind it the levels, whose first is given in part.
+        shapes: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
+            "seeds": ((count,), np.int64),
+            "positions": ((count,), np.int64),
+            "tokens": ((num_paths,), np.int64),
+            "scales": ((count, SCALES), np.float32),
+            "penalised": ((count, len(part.tokens)), np.uint8),
+            "entries": ((len(self._layers), num_paths, ENTRY), np.int32),
+        }
+        places: dict[str, tuple[int, int]] = {}
+        end = 0
+        for name, (shape, dtype) in shapes.items():
+            num_bytes = prod(shape) * np.dtype(dtype).itemsize
+            places[name] = (end, end + num_bytes)
+            end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        self._host = torch.zeros(end, dtype=torch.uint8, pin_memory=PIN_MEMORY)
+        self._device = torch.zeros(end, dtype=torch.uint8, device=device)
+        first, last = places["entries"]
+        self._given = slice(0, first + num_paths * ENTRY * 4)
+        self._levels = slice(first, last)
+
+        def on_host(name: str) -> np.ndarray:
+            shape, dtype = shapes[name]
+            return self._host.numpy()[slice(*places[name])].view(dtype).reshape(shape)
+
+        def on_device(name: str, dtype: torch.dtype) -> torch.Tensor:
+            return self._device[slice(*places[name])].view(dtype).view(shapes[name][0])
+
+        self._seeds, self._positions = on_host("seeds"), on_host("positions")
+        self._tokens, self._scales = on_host("tokens"), on_host("scales")
+        self._penalised, self.entries = on_host("penalised"), on_host("entries")
+        self.chances = self.entries.view(np.float32)
+        self._seeds_d = on_device("seeds", torch.int64)
+        self._positions_d = on_device("positions", torch.int64)
+        self._scales_d = on_device("scales", torch.float32)
+        self._penalised_d = on_device("penalised", torch.uint8)
+        self._entries_d = on_device("entries", torch.int32)
+
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=lm_rows.dtype, device=device)
+
+        self.start = empty(count, size).zero_()
+        later = torch.zeros(len(self._layers), num_paths, dtype=torch.int64, device=device)
+        self._tokens_d = [on_device("tokens", torch.int64), *later.unbind()]
+        self._hidden = [empty(num_paths, size), empty(num_paths, size)]
+        self._both = empty(num_paths, 2 * size)
+        self._wide = empty(num_paths, self._layers[0].up.weight.shape[0])
+        self._moved, self._read = empty(num_paths, size), empty(num_paths, size)
+        self._logits = empty(num_paths, len(part.tokens))
+
+    def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
+        self._launch()  # compiles the kernels
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            self._launch()
+        self._graph = graph
+
+    def fill(
+        self,
+        states: Sequence[RequestState],
+        foreseen: Sequence[bool],
+        starts: Sequence[Start],
+        depth: int,
+    ) -> None:
+        """Lays out the inputs on the host; see :class:`Descent`."""
+        entries, chances = self.entries[0], self.chances[0]
+        chances[:, 0] = 0.0
+        entries[:, 1] = 0
+        self._tokens.fill(0)
+        for index, (state, sees) in enumerate(zip(states, foreseen, strict=True)):
+            if sees:
+                assert isinstance(state.draws, SeedNoise)
+                self._seeds[index] = state.draws.seed
+                self._positions[index] = state.num_prompt + state.num_output - 1 + depth
+            plain, positive, negative = self._part.scales_of(state)
+            self._scales[index] = (plain, positive, negative, float(sees))
+            penalised = self._penalised[index]
+            penalised.fill(0)
+            if state.window is not None:
+                penalised[self._part.places(state.window.tokens)] = 1
+        rank = 0
+        for number, start in enumerate(starts):
+            rank = rank + 1 if number and starts[number - 1].request == start.request else 0
+            path = start.request * PATHS + rank
+            self._tokens[path] = start.token
+            chances[path, 0] = start.chance
+            entries[path, 1] = start.request
+
+    def run(self, hidden: torch.Tensor) -> None:
+        """hidden: ``[requests, hidden]``, at most ``count`` of them."""
+        self.start[: len(hidden)].copy_(hidden)
+        self._device[self._given].copy_(self._host[self._given], non_blocking=True)
+        if self._graph is None:
+            self._launch()
+        else:
+            self._graph.replay()
+        self._host[self._levels].copy_(self._device[self._levels], non_blocking=True)
+        if self._done is not None:
+            self._done.record()
+
+    def _launch(self) -> None:
+        states = self.start
+        for level, layer in enumerate(self._layers):
+            entries, hidden = self._entries_d[level], self._hidden[level % 2]
+            embedded = self._embed(self._tokens_d[level])
+            enter_head(
+                entries,
+                states,
+                embedded,
+                layer.input_layernorm.weight,
+                layer.token_layernorm.weight,
+                self._eps,
+                hidden,
+                self._both,
+            )
+            torch.mm(self._both, layer.up.weight.T, out=self._wide)
+            torch.nn.functional.silu(self._wide, inplace=True)
+            torch.mm(self._wide, layer.down.weight.T, out=self._moved)
+            leave_head(hidden, self._moved, layer.post_layernorm.weight, self._eps, self._read)
+            torch.mm(self._read, self._lm_rows.T, out=self._logits)
+            top_tokens(self._logits, self._penalised_d, self._scales_d, self._part.tokens, entries)
+            if level + 1 < len(self._layers):
+                choose_paths(
+                    self._entries_d[level : level + 2],
+                    self._tokens_d[level + 1],
+                    self._seeds_d,
+                    self._positions_d,
+                    self._scales_d,
+                    level,
+                    self._least_chance,
+                )
+            states = hidden
+
+    def found(self) -> list[list[FoundRow]]:
+        """Waits for the run, and reads what it wrote."""
+        if self._done is not None:
+            self._done.synchronize()
+        levels: list[list[FoundRow]] = []
+        above: dict[int, int] = {}  # of the level above: path -> its place in the list
+        for entries, chances in zip(self.entries, self.chances, strict=True):
+            paths = np.flatnonzero(chances[:, 0] > 0.0)
+            if not len(paths):
+                break
+            level: list[FoundRow] = []
+            listed: dict[int, int] = {}
+            for path in paths.tolist():
+                words = entries[path].tolist()
+                listed[path] = len(level)
+                level.append(
+                    FoundRow(
+                        above[words[1]] if levels else len(level),
+                        words[2],
+                        words[4 : 4 + WIDTH],
+                        chances[path, 4 + WIDTH :].tolist(),
+                    )
+                )
+            levels.append(level)
+            above = listed
+        return levels

@@ -1,0 +1,60 @@
+"""The seam behind which a platform runs all conditioned heads at once, path by path.
+
+Without it :class:`~vllm_tokenswift.engine.head_drafts.HeadDrafts` goes from head to head
+itself, and waits for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from vllm_tokenswift.sampling.request import RequestState
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a path begins: behind ``token`` of request ``request`` (an index), with its chance."""
+
+    request: int
+    token: int
+    chance: float
+
+
+@dataclass(frozen=True)
+class FoundRow:
+    """What a head offers below a path: tokens, likeliest first, and their probabilities.
+
+    above: the row of the level above that the path comes from (at the first level: the start);
+    place: which of its tokens it follows.
+    """
+
+    above: int
+    place: int
+    tokens: list[int]
+    probabilities: list[float]
+
+
+class Descent(Protocol):
+    """All heads, from the starts down along the likeliest paths."""
+
+    def descend(
+        self,
+        states: Sequence[RequestState],
+        foreseen: Sequence[bool],
+        starts: Sequence[Start],
+        hidden: torch.Tensor,
+        depth: int,
+    ) -> list[list[FoundRow]] | None:
+        """Rows by level, a level for each head; None where these requests need another way.
+
+        states, foreseen: by request; whether its noise is looked at. starts: in the order of
+        their requests. hidden: ``[requests, hidden]``, what head 0 starts from. depth: of the
+        first level's tokens, from 0.
+        """
+
+    def alone(self) -> object:
+        """The whole descent of one request, for its cost."""
