@@ -2,8 +2,8 @@
 
 ``patches/`` stands at the top level, in sight of whoever wants to know what is changed
 in vLLM, and is installed as ``vllm_tokenswift.patches``. The supported vLLM versions
-come from ``vllm_tokenswift/versions.py``, their one source. The heads' pass on a CPU is
-compiled where there is a C compiler, and done by torch where there is none.
+come from ``vllm_tokenswift/versions.py``, their one source. The heads on a CPU are
+compiled where there is a C compiler, and run by torch where there is none.
 """
 
 import runpy
@@ -18,8 +18,8 @@ setup(
     packages=[*find_packages(include=["vllm_tokenswift*"]), "vllm_tokenswift.patches"],
     ext_modules=[
         Extension(
-            "vllm_tokenswift.heads._cpu_pass",
-            ["vllm_tokenswift/heads/cpu_pass.c"],
+            "vllm_tokenswift.heads._cpu_chain",
+            ["vllm_tokenswift/heads/cpu_chain.c"],
             extra_compile_args=["-std=c11", "-O3", "-fopenmp"],
             extra_link_args=["-fopenmp"],
             libraries=["m"],

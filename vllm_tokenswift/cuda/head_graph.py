@@ -51,6 +51,9 @@ class HeadGraphs:
     least_chance: of a path that is followed. max_requests: most requests of a batch.
     """
 
+    foresees = False
+    stops = False
+
     @torch.inference_mode()
     def __init__(
         self,

@@ -140,6 +140,7 @@ class HeadCandidates:
     below: ``[rows][width]``, the row that follows each token, or NO_ROW. None: a row for
         each depth, whatever the path to it (a Cartesian tree, paper Eq. 1).
     num_passes: passes of the heads and the LM head that they took.
+    foreseen: the heads' probabilities are chances that know the noise (``foresight.py``).
     """
 
     tokens: Sequence[Sequence[int]]
@@ -147,6 +148,7 @@ class HeadCandidates:
     free: bool
     below: Sequence[Sequence[int]] | None = None
     num_passes: int = 1
+    foreseen: bool = False
 
     def __post_init__(self) -> None:
         widths = [len(row) for row in self.tokens]

@@ -135,6 +135,7 @@ class Planner:
                 request.state.candidates(request.heads, limit, request.foresight),
                 request.chain_only,
                 request.foresight,
+                heads_foreseen=request.heads is not None and request.heads.foreseen,
             )
             for request, limit in zip(requests, limits, strict=True)
         ]

@@ -149,7 +149,7 @@ class DraftState:
         if max_depth < 2:
             return offers
         firsts = list(zip(heads.probabilities[0], heads.tokens[0], strict=True))
-        if foresight is not None:
+        if foresight is not None and not (heads.free and heads.foreseen):
             sure = foresight.weighed if heads.free else foresight.chance
             firsts = [(sure(p, 0, token), token) for p, token in firsts]
             firsts.sort(key=itemgetter(0), reverse=True)

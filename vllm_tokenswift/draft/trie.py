@@ -18,6 +18,7 @@ from vllm_tokenswift.draft.candidates import (
     HeadOffer,
     NgramOffer,
     Offer,
+    Step,
 )
 from vllm_tokenswift.draft.foresight import Foresight
 from vllm_tokenswift.draft.ngrams import NgramTable
@@ -28,8 +29,10 @@ from vllm_tokenswift.tree import EMPTY_TREE, DraftTree, Source
 # left at this much at most.
 _MAX_FIRST_RATE = 0.995
 
-# The draft pass's own token: its chance knows the noise already (``DraftState``).
-_SELF = int(Source.SELF)
+# Sources whose chances know the noise already: the draft pass's own token
+# (:class:`HeadOffer`), and heads where they say so (:class:`HeadCandidates`).
+_KNOWING = frozenset({int(Source.SELF)})
+_KNOWING_WITH_HEADS = _KNOWING | {int(Source.HEADS), int(Source.FREE_HEADS)}
 
 Cursor = tuple[Offer, Handle]
 Child = tuple[float, int, int, list[Cursor]]
@@ -42,6 +45,7 @@ class Trie:
 
     chain_only: keep only the likeliest child of each node (requests under a grammar).
     foresight: the noise that will decide the samples, None where there is none to see.
+    heads_foreseen: the heads' chances know it already.
 
     ``tokens``, ``parents``, ``sources`` and ``probabilities`` list the nodes taken so far,
     in the order they were taken: node ``i + 1`` at index ``i``, parents before children
@@ -53,10 +57,12 @@ class Trie:
         offers: Sequence[Offer],
         chain_only: bool = False,
         foresight: Foresight | None = None,
+        heads_foreseen: bool = False,
     ) -> None:
         self.roots: list[Cursor] = [(offer, offer.root) for offer in offers]
         self._chain_only = chain_only
         self._foresight = foresight
+        self._knowing = _KNOWING_WITH_HEADS if heads_foreseen else _KNOWING
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.sources: list[int] = []
@@ -84,24 +90,18 @@ class Trie:
         """
         if len(cursors) == 1:
             offer, handle = cursors[0]
-            steps = offer.steps(handle)
+            steps = self._seen(offer.steps(handle), depth)
             if len(steps) == 1:
                 token, rate, source, _, below = steps[0]
-                if self._foresight is not None and source != _SELF:
-                    rate = self._foresight.weighed(rate, depth, token)
                 return [(rate, token, source, [] if below is None else [(offer, below)])]
             found = [
                 (rate, token, source, [] if below is None else [(offer, below)])
                 for token, rate, source, _, below in steps
             ]
         else:
-            found = _merge(cursors)
-        if self._foresight is not None:
-            weighed = self._foresight.weighed
-            found = [
-                (rate if source == _SELF else weighed(rate, depth, token), token, source, below)
-                for rate, token, source, below in found
-            ]
+            found = _merge(
+                [(offer, self._seen(offer.steps(handle), depth)) for offer, handle in cursors]
+            )
         if len(found) > 1:
             found.sort(key=_by_rate, reverse=True)
             if self._chain_only:
@@ -115,6 +115,18 @@ class Trie:
                     found = [(r * scale, t, s, c) for r, t, s, c in found]
                     found[0] = (first, token, source, below)
         return found
+
+    def _seen(self, steps: Sequence[Step], depth: int) -> Sequence[Step]:
+        """The steps with rates that know the noise."""
+        if self._foresight is None:
+            return steps
+        weighed, knowing = self._foresight.weighed, self._knowing
+        return [
+            step
+            if step[2] in knowing
+            else (step[0], weighed(step[1], depth, step[0]), step[2], step[3], step[4])
+            for step in steps
+        ]
 
     def tree(self, num_nodes: int, without: Collection[int] = ()) -> DraftTree:
         """The first ``num_nodes`` taken, depth-first, likeliest child first.
@@ -151,12 +163,12 @@ class Trie:
         return DraftTree.build(tokens, parents, sources, probabilities)
 
 
-def _merge(cursors: list[Cursor]) -> list[Child]:
+def _merge(opened: Sequence[tuple[Offer, Sequence[Step]]]) -> list[Child]:
     """The children of several offers, one for each token."""
     places: dict[int, int] = {}
     found: list[Child] = []
-    for offer, handle in cursors:
-        for token, rate, source, _, below in offer.steps(handle):
+    for offer, steps in opened:
+        for token, rate, source, _, below in steps:
             place = places.get(token)
             if place is None:
                 places[token] = len(found)

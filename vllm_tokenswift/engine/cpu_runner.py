@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from vllm_tokenswift.engine.cpu_descent import CPUDescent
 from vllm_tokenswift.engine.cpu_tree_attention import (
     CPUTreeAttention,
     num_scratch_blocks,
     tree_backend,
     with_scratch_blocks,
 )
+from vllm_tokenswift.engine.descent import Descent
 from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
 from vllm_tokenswift.engine.tree_attention import TreeAttention
+from vllm_tokenswift.heads import cpu_chain
+from vllm_tokenswift.heads.model import DraftHeads
+from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
 
 
 class TokenSwiftCPUModelRunner(TokenSwiftRunnerMixin, CPUModelRunner):
@@ -36,3 +42,13 @@ class TokenSwiftCPUModelRunner(TokenSwiftRunnerMixin, CPUModelRunner):
         context = self.compilation_config.static_forward_context
         layers = {name: context[name] for name in group.layer_names}
         return CPUTreeAttention(layers, group.get_metadata_builder(), self._scratch_blocks)
+
+    def make_descent(
+        self, heads: DraftHeads, part: DraftVocabulary, lm_rows: torch.Tensor, least_chance: float
+    ) -> Descent | None:
+        # int8 weights add nothing to bfloat16's roundings; float32 is for those who want more.
+        if self.model_config.dtype != torch.bfloat16 or not cpu_chain.is_compiled():
+            return None
+        if len(part.tokens) < cpu_chain.TOP:
+            return None
+        return CPUDescent(heads, part, lm_rows, self.model.embed_input_ids, least_chance)

@@ -41,6 +41,11 @@ class FoundRow:
 class Descent(Protocol):
     """All heads, from the starts down along the likeliest paths."""
 
+    foresees: bool
+    """Whether the probabilities of foreseen requests know the noise already."""
+    stops: bool
+    """Whether heads below the last path are saved, so that the cost goes by level."""
+
     def descend(
         self,
         states: Sequence[RequestState],
@@ -57,4 +62,4 @@ class Descent(Protocol):
         """
 
     def alone(self) -> object:
-        """The whole descent of one request, for its cost."""
+        """The descent of one request, for its cost: one level where it :attr:`stops`, or all."""

@@ -19,8 +19,6 @@ from vllm_tokenswift.draft.candidates import NO_ROW, HeadCandidates
 from vllm_tokenswift.draft.foresight import Foresight
 from vllm_tokenswift.engine.descent import Descent, Start
 from vllm_tokenswift.engine.staging import Staging
-from vllm_tokenswift.heads import cpu_pass
-from vllm_tokenswift.heads.cpu_pass import CpuHeadPass
 from vllm_tokenswift.heads.model import DraftHeads
 from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
 
@@ -35,9 +33,6 @@ _MAX_PATHS = 2
 _LEAST_CHANCE = 0.1
 # Rows of the LM head that are read at a time, as logits of that many unit vectors.
 _UNIT_ROWS = 256
-
-# Likeliest tokens and their probabilities, ``[rows][width]``.
-_Top = tuple[list[list[int]], list[list[float]]]
 
 
 @dataclass(frozen=True)
@@ -97,9 +92,7 @@ class HeadDrafts:
         self._lm_rows: torch.Tensor | None = None  # [vocabulary of the heads, hidden]
         if self.heads is not None and (vocabulary := self.heads.vocabulary) is not None:
             self._part = DraftVocabulary(vocabulary, self.scorer.vocab_size)
-            self._own_tokens = vocabulary.cpu().numpy()
             self._lm_rows = self._rows_of_lm_head(vocabulary)
-        self._compiled = self._compiled_pass()
         self._descent = self._platform_descent(runner)
 
     def _platform_descent(self, runner: TokenSwiftRunnerMixin) -> Descent | None:
@@ -133,24 +126,12 @@ class HeadDrafts:
             states += self.heads(start)
         return self._at_once(requests, states[: len(widths)], widths, free)
 
-    def _compiled_pass(self) -> CpuHeadPass | None:
-        """Where there is one: in bfloat16, whose precision int8 weights do not add to."""
-        if self._lm_rows is None or self.device.type != "cpu" or self.dtype != torch.bfloat16:
-            return None
-        if len(self._lm_rows) < cpu_pass.TOP or not cpu_pass.is_compiled():
-            return None
-        assert self.heads is not None
-        return CpuHeadPass(self.heads, self._lm_rows)
-
     def alone(self) -> object:
         """What heads do in one pass for one request, apart from its constraints (cost curve)."""
         assert self.heads is not None
         if self._descent is not None:
             return self._descent.alone()
         start = torch.ones(1, self.hidden_size, dtype=self.dtype, device=self.device)
-        if self._compiled is not None:
-            scales = torch.ones(1, 2, len(self._own_tokens), device=self.device)
-            return self._compiled_step(0, start.float(), [_Path(0, 0, 1.0, 0)], scales, 1)[1][0]
         if self.heads.conditioned:
             _, reads = self.heads.step(0, start, self._embedded([0]))
         else:
@@ -198,26 +179,34 @@ class HeadDrafts:
         if (
             self._descent is not None
             and paths
-            and self._descend(grown, requests, paths, start, depth)
+            and (num_passes := self._descend(grown, requests, paths, start, depth))
         ):
             return [
-                HeadCandidates(rows.tokens, rows.probabilities, own is None, rows.below)
-                for rows in grown
+                HeadCandidates(
+                    rows.tokens,
+                    rows.probabilities,
+                    own is None,
+                    rows.below,
+                    num_passes,
+                    foreseen=self._descent.foresees and request.foresight is not None,
+                )
+                for rows, request in zip(grown, requests, strict=True)
             ]
-        compiled = (
-            self._compiled is not None
-            and scales is not None
-            and len(requests) * _MAX_PATHS <= cpu_pass.MAX_ROWS
-        )
-        states = start.float() if compiled else start
+        states = start
         for index in range(min(self.heads.num_heads, len(widths) - depth)):
             if not paths:
                 break
-            if compiled:
-                assert scales is not None
-                states, top = self._compiled_step(index, states, paths, scales, widths[depth])
+            before = [path.state for path in paths]
+            if before != list(range(len(states))):
+                [rows] = self._staging.to_device(np.array(before, np.int64))
+                states = states[rows]
+            embedded = self._embedded([path.token for path in paths])
+            states, read = self.heads.step(index, states, embedded)
+            if scales is None:
+                req_ids = [requests[path.request].req_id for path in paths]
+                top = self._top(self.scorer.constrain(self._logits(read), req_ids), widths[depth])
             else:
-                states, top = self._step(index, states, requests, paths, scales, widths[depth])
+                top = self._top_of_part(read, scales, paths, widths[depth])
             paths = self._extend(grown, requests, paths, top, depth)
             depth += 1
             num_passes += 1
@@ -233,8 +222,11 @@ class HeadDrafts:
         paths: list[_Path],
         start: torch.Tensor,
         depth: int,
-    ) -> bool:
-        """Adds what all heads find below the paths, where the platform runs them at once."""
+    ) -> int:
+        """Adds what all heads find below the paths, where the platform runs them at once.
+
+        Returns the passes it took; 0: nothing was done, these requests need another way.
+        """
         assert self._descent is not None
         levels = self._descent.descend(
             self.scorer.states([request.req_id for request in requests]),
@@ -244,7 +236,7 @@ class HeadDrafts:
             depth,
         )
         if levels is None:
-            return False
+            return 0
         above = [(path, path.row) for path in paths]  # with the row that each leads to
         for number, level in enumerate(levels):
             below = []
@@ -255,56 +247,14 @@ class HeadDrafts:
                 row = grown[path.request].add(found.tokens, found.probabilities, path)
                 below.append((path, row))
             above = below
-        return True
-
-    def _compiled_step(
-        self,
-        index: int,
-        states: torch.Tensor,
-        paths: Sequence[_Path],
-        scales: torch.Tensor,
-        width: int,
-    ) -> tuple[torch.Tensor, _Top]:
-        """One head by compiled code; states: float32."""
-        assert self._compiled is not None
-        states, values, places = self._compiled(
-            index,
-            states,
-            [path.state for path in paths],
-            self._embedded([path.token for path in paths]),
-            scales,
-            [path.request for path in paths],
-        )
-        return states, (self._own_tokens[places[:, :width]].tolist(), values[:, :width].tolist())
-
-    def _step(
-        self,
-        index: int,
-        states: torch.Tensor,
-        requests: Sequence[HeadRequest],
-        paths: Sequence[_Path],
-        scales: torch.Tensor | None,
-        width: int,
-    ) -> tuple[torch.Tensor, _Top]:
-        """One head by torch."""
-        assert self.heads is not None
-        before = [path.state for path in paths]
-        if before != list(range(len(states))):
-            [rows] = self._staging.to_device(np.array(before, np.int64))
-            states = states[rows]
-        embedded = self._embedded([path.token for path in paths])
-        states, read = self.heads.step(index, states, embedded)
-        if scales is not None:
-            return states, self._top_of_part(read, scales, paths, width)
-        req_ids = [requests[path.request].req_id for path in paths]
-        return states, self._top(self.scorer.constrain(self._logits(read), req_ids), width)
+        return len(levels) if self._descent.stops else 1
 
     def _extend(
         self,
         grown: Sequence[_Rows],
         requests: Sequence[HeadRequest],
         paths: Sequence[_Path],
-        top: _Top,
+        top: tuple[list[list[int]], list[list[float]]],
         depth: int,
     ) -> list[_Path]:
         """Adds a row below each path; returns the paths to go on with, in the rows' order.
@@ -341,7 +291,7 @@ class HeadDrafts:
 
     def _top_of_part(
         self, read: torch.Tensor, scales: torch.Tensor, paths: Sequence[_Path], width: int
-    ) -> _Top:
+    ) -> tuple[list[list[int]], list[list[float]]]:
         assert self._part is not None
         if len(scales) > 1:
             owners = np.array([path.request for path in paths], np.int64)
@@ -385,6 +335,6 @@ class HeadDrafts:
         return torch.cat(parts, dim=1).to(self.dtype)
 
     @staticmethod
-    def _top(probabilities: torch.Tensor, width: int) -> _Top:
+    def _top(probabilities: torch.Tensor, width: int) -> tuple[list[list[int]], list[list[float]]]:
         top = probabilities.topk(width, dim=-1)
         return top.indices.tolist(), top.values.tolist()

@@ -84,8 +84,12 @@ class SeedDraws(PositionDraws):
         for _ in range(min(num_tokens, len(self.pending))):
             self.pending.popleft()
 
+    def key_at(self, depth: int) -> int:
+        """The state from which a position's noise is made, token by token."""
+        return _splitmix64(self.at(depth))
+
     def noise_at(self, depth: int) -> Callable[[int], float]:
-        key = _splitmix64(self.at(depth))
+        key = self.key_at(depth)
 
         def noise(token: int) -> float:
             bits = _splitmix64((key + (token + 1) * _SPLITMIX_GAMMA) & _MASK64) >> 11

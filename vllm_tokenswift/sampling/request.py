@@ -74,6 +74,9 @@ class RequestState:
             frequency=params.frequency_penalty,
             presence=params.presence_penalty,
         )
+        self.cuts_unlikely = (
+            self.uses_top_k or self.uses_top_p or params.min_p > 0 or bool(options.eta_epsilon)
+        )
         self.num_prompt = len(prompt)
         self.num_output = len(output)
 

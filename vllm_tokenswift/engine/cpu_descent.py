@@ -1,0 +1,88 @@
+"""Conditioned heads on a CPU in one call of compiled code (``heads/cpu_chain.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from vllm_tokenswift.draft.foresight import noise_power
+from vllm_tokenswift.engine.descent import FoundRow, Start
+from vllm_tokenswift.heads.cpu_chain import MAX_ROWS, PATHS, CpuHeadChain, HeadNoise
+from vllm_tokenswift.heads.model import DraftHeads
+from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
+from vllm_tokenswift.sampling.noise import SeedDraws
+from vllm_tokenswift.sampling.request import RequestState
+
+Embed = Callable[[torch.Tensor], torch.Tensor]
+"""int64 ``[tokens]`` -> ``[tokens, hidden]``, by the target."""
+
+
+class CPUDescent:
+    """See :class:`~vllm_tokenswift.engine.descent.Descent`.
+
+    heads: of the conditioned form. part: the vocabulary they propose. lm_rows: ``[part,
+    hidden]``, the LM head's rows of it. least_chance: of a path that is followed.
+    """
+
+    foresees = True
+    stops = True
+
+    def __init__(
+        self,
+        heads: DraftHeads,
+        part: DraftVocabulary,
+        lm_rows: torch.Tensor,
+        embed: Embed,
+        least_chance: float,
+    ) -> None:
+        self._chain = CpuHeadChain(heads, lm_rows, embed(part.tokens))
+        self._num_heads = heads.num_heads
+        self._part, self._embed = part, embed
+        self._least_chance = least_chance
+        self._alone = torch.ones(1, heads.hidden_size)
+
+    def descend(
+        self,
+        states: Sequence[RequestState],
+        foreseen: Sequence[bool],
+        starts: Sequence[Start],
+        hidden: torch.Tensor,
+        depth: int,
+    ) -> list[list[FoundRow]] | None:
+        if len(states) * PATHS > MAX_ROWS or not self._part.suffices(states):
+            return None
+        noises = [
+            self._noise(state, depth) if sees else None
+            for state, sees in zip(states, foreseen, strict=True)
+        ]
+        levels = self._chain.descend(
+            hidden,
+            [(start.request, start.chance) for start in starts],
+            self._embed(torch.tensor([start.token for start in starts])),
+            self._part.scales(states),
+            noises,
+            self._least_chance,
+        )
+        found: list[list[FoundRow]] = []
+        for level, rows in enumerate(levels):
+            above = rows["above"].tolist() if level > 0 else range(len(rows))
+            columns = (rows[name].tolist() for name in ("place", "tokens", "chances"))
+            found.append([_row(*row) for row in zip(above, *columns, strict=True)])
+        return found
+
+    def _noise(self, state: RequestState, depth: int) -> HeadNoise:
+        assert isinstance(state.draws, SeedDraws)
+        keys = [state.draws.key_at(depth + level) for level in range(self._num_heads)]
+        return HeadNoise(keys, noise_power(state.cuts_unlikely))
+
+    def alone(self) -> object:
+        scales = torch.ones(1, 2, len(self._part.tokens))
+        start = self._embed(self._part.tokens[:1])
+        impossible = 2.0  # no path is followed
+        return self._chain.descend(self._alone, [(0, 1.0)], start, scales, [None], impossible)
+
+
+def _row(above: int, place: int, tokens: list[int], chances: list[float]) -> FoundRow:
+    offered = sum(chance > 0.0 for chance in chances)
+    return FoundRow(above, place, tokens[:offered], chances[:offered])
