@@ -10,13 +10,14 @@ copy (``cuda/head_graph.py``):
     2        which of that row's tokens it follows
     3        unused
     4..11    the ``WIDTH`` likeliest tokens below it, likeliest first
-    12..19   their probabilities (float32)
+    12..19   their chances (float32)
 
 Maths. As ``engine/head_drafts.py`` and ``draft/foresight.py`` have it, in float32: the norm
-rounds once; a positive and a negative logit are scaled by temperature and penalty; a token's
-chance is its path's times its probability, the latter weighed by the noise that will decide
-the sample (MurmurHash3 of seed, position and token, see ``cuda/seed_noise.py``); the ``PATHS``
-best of at least ``LEAST_CHANCE`` are followed. Of equals the first counts.
+rounds once; a positive and a negative logit are scaled by temperature and penalty; where the
+noise E counts that will decide the sample (MurmurHash3 of seed, position and token, see
+``cuda/seed_noise.py``), a token's chance is its share of ``q / E^power``, else its probability
+q; the ``PATHS`` paths with the best products of chances, of at least ``LEAST_CHANCE``, are
+followed. Of equals the first counts.
 
 CUDA graphs. Launches depend on shapes alone.
 """
@@ -24,31 +25,21 @@ CUDA graphs. Launches depend on shapes alone.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 from __future__ import annotations
 
-from math import exp
-
 import torch
 import triton
 import triton.language as tl
 from vllm.v1.worker.gpu.sample.gumbel import murmur3_uniform32
 
-from vllm_tokenswift.draft.foresight import LEAST_RATE, NOISE_EDGES, ODDS_FACTORS
-
 PATHS = 2
 WIDTH = 8
 ENTRY = 4 + 2 * WIDTH
-# Scales of a request: see :func:`top_tokens`; and whether its noise is looked at.
+# Scales of a request, and the power of its noise: see :func:`top_tokens`.
 SCALES = 4
 
 _PATHS = tl.constexpr(PATHS)
 _WIDTH = tl.constexpr(WIDTH)
 _ENTRY = tl.constexpr(ENTRY)
 _SCALES = tl.constexpr(SCALES)
-_LEAST_RATE = tl.constexpr(LEAST_RATE)
-# The noise is -log(1 - u) of a uniform u: edges of one are edges of the other.
-_EDGE_0, _EDGE_1, _EDGE_2, _EDGE_3 = (tl.constexpr(1.0 - exp(-edge)) for edge in NOISE_EDGES)
-_FACTOR_0, _FACTOR_1, _FACTOR_2, _FACTOR_3, _FACTOR_4 = map(tl.constexpr, ODDS_FACTORS)
-
-
 @triton.jit
 def _normed(x, weight_ptr, element, element_ok, hidden, eps):
     """``HeadNorm`` of a row in float32 (``heads/model.py``)."""
@@ -101,7 +92,7 @@ def _leave_kernel(
     tl.store(read_ptr + path * hidden + element, read, mask=ok)
 
 
-@triton.jit(do_not_specialize=["part"])
+@triton.jit(do_not_specialize=["part", "level"])
 def _top_kernel(
     logits_ptr,  # [paths, part]
     penalised_ptr,  # uint8 [requests, part]
@@ -109,7 +100,9 @@ def _top_kernel(
     vocabulary_ptr,  # [part]
     entries_ptr,  # int32 [paths, ENTRY]
     chances_ptr,  # the same memory as float32
-    part,
+    seeds_ptr,  # int64 [requests]
+    positions_ptr,  # int64 [requests], of the token before the first level's tokens
+    part, level,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     path = tl.program_id(0)
@@ -124,25 +117,30 @@ def _top_kernel(
         penalised, tl.where(x > 0, tl.load(scale_ptr + 1), tl.load(scale_ptr + 2)), plain
     )
     x = tl.where(ok, x * scale, float("-inf"))
+    power = tl.load(scale_ptr + 3)
+    if power > 0.0:
+        token = tl.load(vocabulary_ptr + place, mask=ok, other=0).to(tl.int32)
+        position = tl.load(positions_ptr + request) + level
+        uniform = murmur3_uniform32(tl.load(seeds_ptr + request), position, token)
+        # -log(1 - u), exact where u is small.
+        noise = tl.where(uniform < 1e-3, uniform * (1.0 + 0.5 * uniform), -tl.log(1.0 - uniform))
+        x = tl.where(ok, x - power * tl.log(tl.maximum(noise, 1e-12)), float("-inf"))
     weight = tl.exp(x - tl.max(x, 0))
-    probability = tl.where(ok, weight / tl.sum(weight, 0), -1.0)
+    chance = tl.where(ok, weight / tl.sum(weight, 0), -1.0)
     entry = path * _ENTRY + 4
     for i in tl.static_range(_WIDTH):
-        best = tl.argmax(probability, 0)
-        tl.store(chances_ptr + entry + _WIDTH + i, tl.max(probability, 0))
+        best = tl.argmax(chance, 0)
+        tl.store(chances_ptr + entry + _WIDTH + i, tl.max(chance, 0))
         tl.store(entries_ptr + entry + i, tl.load(vocabulary_ptr + best).to(tl.int32))
-        probability = tl.where(place == best, -1.0, probability)
+        chance = tl.where(place == best, -1.0, chance)
 
 
-@triton.jit(do_not_specialize=["level"])
+@triton.jit
 def _choose_kernel(
     entries_ptr,  # int32 [paths, ENTRY] of a level; the next level's lie behind them
     chances_ptr,  # the same memory as float32
     tokens_ptr,  # int64 [paths], the tokens that the next level's paths end with
-    seeds_ptr,  # int64 [requests]
-    positions_ptr,  # int64 [requests], of the token before the first level's tokens
-    scales_ptr,  # [requests, SCALES]
-    num_paths, level,
+    num_paths,
     LEAST_CHANCE: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
@@ -151,21 +149,8 @@ def _choose_kernel(
     place = candidate % _WIDTH
     above = tl.load(chances_ptr + path * _ENTRY)
     token = tl.load(entries_ptr + path * _ENTRY + 4 + place)
-    rate = tl.load(chances_ptr + path * _ENTRY + 4 + _WIDTH + place)
-    ok = above * rate >= LEAST_CHANCE
-
-    seed = tl.load(seeds_ptr + request)
-    position = tl.load(positions_ptr + request) + level
-    uniform = murmur3_uniform32(seed, position, token)
-    factor = tl.where(uniform >= _EDGE_3, _FACTOR_4, _FACTOR_3)
-    factor = tl.where(uniform < _EDGE_2, _FACTOR_2, factor)
-    factor = tl.where(uniform < _EDGE_1, _FACTOR_1, factor)
-    factor = tl.where(uniform < _EDGE_0, _FACTOR_0, factor)
-    odds = rate / (1.0 - tl.minimum(rate, 0.9999999)) * (1.0 + (factor - 1.0) * (1.0 - rate))
-    foreseen = tl.load(scales_ptr + request * _SCALES + 3)
-    weighed = tl.where((rate >= _LEAST_RATE) & (rate < 1.0), odds / (1.0 + odds), rate)
-    chance = above * tl.where(foreseen > 0.0, weighed, rate)
-    chance = tl.where(ok & (chance >= LEAST_CHANCE), chance, 0.0)
+    chance = above * tl.load(chances_ptr + path * _ENTRY + 4 + _WIDTH + place)
+    chance = tl.where(chance >= LEAST_CHANCE, chance, 0.0)
     for rank in tl.static_range(_PATHS):
         best = tl.argmax(chance, 0)
         is_best = candidate == best
@@ -221,37 +206,31 @@ def top_tokens(
     scales: torch.Tensor,
     vocabulary: torch.Tensor,
     entries: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    level: int,
 ) -> None:
-    """Writes each path's likeliest tokens and their probabilities into its entry.
+    """Writes each path's likeliest tokens and their chances into its entry.
 
     logits: ``[paths, part]``. penalised: uint8 ``[requests, part]``, tokens in the window.
     scales: float32 ``[requests, SCALES]``: what logits are multiplied by; penalised positive
-    ones; penalised negative ones; whether the noise is looked at. vocabulary: int64 ``[part]``.
-    entries: int32 ``[paths, ENTRY]``.
+    ones; penalised negative ones; the power of the noise (0: none is looked at).
+    vocabulary: int64 ``[part]``. entries: int32 ``[paths, ENTRY]``. seeds, positions: int64
+    ``[requests]``; positions of the token before the first level's.
     """
     paths, part = logits.shape
     _top_kernel[(paths,)](
-        logits, penalised, scales, vocabulary, entries, entries.view(torch.float32), part,
-        BLOCK=triton.next_power_of_2(part), num_warps=8,
+        logits, penalised, scales, vocabulary, entries, entries.view(torch.float32), seeds,
+        positions, part, level, BLOCK=triton.next_power_of_2(part), num_warps=8,
     )  # fmt: skip
 
 
-def choose_paths(
-    entries: torch.Tensor,
-    tokens: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    scales: torch.Tensor,
-    level: int,
-    least_chance: float,
-) -> None:
+def choose_paths(entries: torch.Tensor, tokens: torch.Tensor, least_chance: float) -> None:
     """Chooses the paths of the next level; writes the heads of its entries, and their tokens.
 
     entries: int32 ``[2, paths, ENTRY]``, this level and the next. tokens: int64 ``[paths]``.
-    seeds, positions: int64 ``[requests]``; positions of the token before the first level's.
-    scales: see :func:`top_tokens`.
     """
-    _choose_kernel[(len(seeds),)](
-        entries, entries.view(torch.float32), tokens, seeds, positions, scales,
-        entries.shape[1], level, LEAST_CHANCE=least_chance, num_warps=1,
-    )  # fmt: skip
+    paths = entries.shape[1]
+    _choose_kernel[(paths // PATHS,)](
+        entries, entries.view(torch.float32), tokens, paths, LEAST_CHANCE=least_chance, num_warps=1
+    )
