@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from vllm.distributed.parallel_state import graph_capture
 from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
-from vllm.utils.torch_utils import PIN_MEMORY
+from vllm.utils.torch_utils import PIN_MEMORY, current_stream
 
 from vllm_tokenswift.cuda.descent_kernels import (
     ENTRY,
@@ -66,6 +66,7 @@ class HeadGraphs:
         self._descents = [
             _GraphedDescent(heads, part, lm_rows, embed, least_chance, count) for count in counts
         ]
+        self._last = self._descents[0]
         if lm_rows.is_cuda:
             pool = torch.cuda.graph_pool_handle()
             with freeze_gc_for_cudagraph_capture(), graph_capture(lm_rows.device) as context:
@@ -74,20 +75,23 @@ class HeadGraphs:
             torch.cuda.synchronize()
 
     @torch.inference_mode()
-    def descend(
+    def launch(
         self,
         states: Sequence[RequestState],
         foreseen: Sequence[bool],
         starts: Sequence[Start],
         hidden: torch.Tensor,
         depth: int,
-    ) -> list[list[FoundRow]] | None:
+    ) -> bool:
         if len(states) > self._descents[-1].count or not self._part.suffices(states):
-            return None
-        descent = next(d for d in self._descents if d.count >= len(states))
-        descent.fill(states, foreseen, starts, depth)
-        descent.run(hidden)
-        return descent.found()
+            return False
+        self._last = next(d for d in self._descents if d.count >= len(states))
+        self._last.fill(states, foreseen, starts, depth)
+        self._last.run(hidden)
+        return True
+
+    def found(self) -> list[list[FoundRow]]:
+        return self._last.found()
 
     @torch.inference_mode()
     def alone(self) -> object:
@@ -184,6 +188,8 @@ class _GraphedDescent:
         depth: int,
     ) -> None:
         """Lays out the inputs on the host; see :class:`Descent`."""
+        if self._done is not None:
+            self._done.synchronize()  # a descent that nobody asked about may still read this
         entries, chances = self.entries[0], self.chances[0]
         chances[:, 0] = 0.0
         entries[:, 1] = 0
@@ -217,7 +223,7 @@ class _GraphedDescent:
             self._graph.replay()
         self._host[self._levels].copy_(self._device[self._levels], non_blocking=True)
         if self._done is not None:
-            self._done.record()
+            self._done.record(current_stream())
 
     def _launch(self) -> None:
         states = self.start

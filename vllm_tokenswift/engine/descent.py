@@ -41,20 +41,23 @@ class FoundRow:
 class Descent(Protocol):
     """All heads, from the starts down along the likeliest paths."""
 
-    def descend(
+    def launch(
         self,
         states: Sequence[RequestState],
         foreseen: Sequence[bool],
         starts: Sequence[Start],
         hidden: torch.Tensor,
         depth: int,
-    ) -> list[list[FoundRow]] | None:
-        """Rows by level, a level for each head; None where these requests need another way.
+    ) -> bool:
+        """Begins a descent that nobody waits for yet; False where these need another way.
 
         states, foreseen: by request; whether its noise is looked at. starts: in the order of
         their requests. hidden: ``[requests, hidden]``, what head 0 starts from. depth: of the
         first level's tokens, from 0.
         """
+
+    def found(self) -> list[list[FoundRow]]:
+        """The rows of the descent launched last, by level, a level for each head."""
 
     def alone(self) -> object:
         """The whole descent of one request, for its cost."""
