@@ -44,12 +44,17 @@ class Foresight:
     def __init__(self, noise_at: Callable[[int], NoiseOf]) -> None:
         self._noise_at = noise_at
         self._by_depth: list[NoiseOf] = []
+        self._known: list[dict[int, float]] = []  # plans of one step ask for the same tokens
 
     def noise(self, depth: int, token: int) -> float:
         """``E_x`` of a token, ``depth`` positions after the next."""
         while len(self._by_depth) <= depth:
             self._by_depth.append(self._noise_at(len(self._by_depth)))
-        return self._by_depth[depth](token)
+            self._known.append({})
+        known = self._known[depth]
+        if token not in known:
+            known[token] = self._by_depth[depth](token)
+        return known[token]
 
     def chance(self, probability: float, depth: int, token: int) -> float:
         """The chance that ``token`` is drawn where its ``probability`` is known."""
