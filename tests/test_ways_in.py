@@ -212,6 +212,21 @@ def test_a_model_of_an_unsupported_kind_is_refused_saying_what_is_supported(
     assert "Supported" in str(refusal.value) or "looked up" in str(refusal.value)
 
 
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "NONE"])
+def test_full_graphs_of_batches_with_prefills_are_refused(tiny_model: Path, mode: str) -> None:
+    from vllm.config import CUDAGraphMode
+
+    from vllm_tokenswift.support import check_supported
+
+    config = configured(tiny_model, spec_method="tokenswift")
+    config.compilation_config.cudagraph_mode = CUDAGraphMode[mode]
+    if mode == "FULL":
+        with pytest.raises(ValueError, match=r"cudagraph_mode is FULL.*Supported are"):
+            check_supported(config, TokenSwiftOptions())
+    else:
+        check_supported(config, TokenSwiftOptions())
+
+
 def test_model_runner_v2_is_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(ValueError, match="(?i)model.runner"):

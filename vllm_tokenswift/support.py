@@ -126,6 +126,12 @@ def _engine_reasons(vllm_config: VllmConfig, options: TokenSwiftOptions) -> Iter
             "a KV or encoder-cache connector is configured. Supported is a KV cache of the "
             "engine's own"
         )
+    graphs = vllm_config.compilation_config.cudagraph_mode
+    if graphs is not None and graphs.mixed_mode().name == "FULL":
+        yield (
+            "cudagraph_mode is FULL, whose graphs of batches with prefills know no draft trees. "
+            "Supported are FULL_AND_PIECEWISE (the default), FULL_DECODE_ONLY, PIECEWISE and NONE"
+        )
     if options.num_speculative_tokens >= scheduler.max_num_batched_tokens:
         yield (
             f"num_speculative_tokens is {options.num_speculative_tokens}, and a step has only "

@@ -89,7 +89,12 @@ def head_drafts(device: torch.device, at_once: bool) -> HeadDrafts:
 
 @torch.inference_mode()
 def candidates(
-    drafts: HeadDrafts, req_ids: list[str], device: torch.device, with_own: bool, seed: int = 0
+    drafts: HeadDrafts,
+    req_ids: list[str],
+    device: torch.device,
+    with_own: bool,
+    seed: int = 0,
+    blind: bool = False,
 ) -> list[HeadCandidates]:
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(len(req_ids), HIDDEN, generator=generator).to(device)
@@ -98,7 +103,7 @@ def candidates(
     requests = []
     for number, req_id in enumerate(req_ids):
         foresight = None
-        if scorer.noise_at(req_id, 0) is not None:
+        if not blind and scorer.noise_at(req_id, 0) is not None:
             foresight = Foresight(lambda depth, of=req_id: scorer.noise_at(of, depth))
         requests.append(HeadRequest(req_id, 10 + number, foresight))
     return drafts.candidates(requests, own, start)
@@ -123,14 +128,39 @@ def test_a_descent_finds_what_heads_find_one_by_one(
     at_once, one_by_one = head_drafts(device, True), head_drafts(device, False)
     num_rows = set()
     for seed in range(4):
-        found = candidates(at_once, req_ids, device, with_own, seed)
-        expected = candidates(one_by_one, req_ids, device, with_own, seed)
+        found = candidates(at_once, req_ids, device, with_own, seed, blind=True)
+        expected = candidates(one_by_one, req_ids, device, with_own, seed, blind=True)
         for a, b in zip(found, expected, strict=True):
             assert_alike(a, b)
             num_rows.add(len(a.tokens))
         assert {a.num_passes for a in found} == {1}
     assert max(num_rows) > 3  # paths fork
     assert len(num_rows) > 1  # and end
+
+
+@pytest.mark.parametrize("req_id", ["seeded", "penalised"])
+def test_chances_go_by_probability_and_noise(req_id: str, device: torch.device) -> None:
+    drafts = head_drafts(device, True)
+    power = 0.5 if req_id == "penalised" else 1.0  # it has min-p
+    for _ in range(3):
+        [found] = candidates(drafts, [req_id], device, with_own=False)
+        assert found.foreseen
+        start = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(0)).to(device)
+        part, heads = drafts._part, drafts.heads
+        assert part is not None
+        assert heads is not None
+        _, read = heads.step(0, start, drafts._embedded([10]))
+        scales = part.scales(drafts.scorer.states([req_id]))
+        likely = part.probabilities(drafts._own_logits(read), scales)[0].double().cpu()
+        noise = drafts.scorer.noise_at(req_id, 0)
+        assert noise is not None
+        tokens = part.tokens.tolist()
+        likely /= torch.tensor([noise(token) for token in tokens]).double() ** power
+        likely /= likely.sum()
+        top = likely.topk(len(found.tokens[0]))
+        assert found.tokens[0] == [tokens[place] for place in top.indices.tolist()]
+        assert found.probabilities[0] == pytest.approx(top.values.tolist(), rel=1e-3)
+        drafts.scorer.commit(req_id, [7])
 
 
 def test_the_noise_of_the_coming_positions_decides_which_paths_are_followed(

@@ -149,3 +149,30 @@ def test_paths_are_those_of_the_tree() -> None:
     assert path_tokens(chain).tolist() == [[0, 0], [3, 0], [3, 4]]
     assert path_tokens(EMPTY_TREE).tolist() == [[0]]
     assert np.all(path_tokens(DraftTree.build([-1, 2, 3], [0, 0, 1])) >= 0)
+
+
+def test_warming_up_leaves_no_request_behind(device: torch.device) -> None:
+    fast, _ = scorers(device)
+    logits = torch.zeros(2, VOCAB, device=device)
+    fast.warm_up(logits)
+    with pytest.raises(KeyError):
+        fast.states(["tokenswift warm-up"])
+    assert not logits.any()  # the caller's logits are left unchanged
+
+
+def test_a_seeded_request_samples_by_the_noise_that_drafts_are_told_of(
+    device: torch.device,
+) -> None:
+    fast, _ = scorers(device)
+    add(fast, "a", SamplingParams(temperature=1.0, seed=11))
+    for seed in range(4):
+        logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(seed))
+        # A chain of what the noise says is accepted to its end: every depth is compared.
+        told = []
+        for depth, row in enumerate(logits.double().softmax(-1).tolist()):
+            noise = fast.noise_at("a", depth)
+            assert noise is not None
+            told.append(min(range(VOCAB), key=lambda x, n=noise, p=row: n(x) / p[x]))
+        [accepted], _ = fast.score(logits.to(device), [RowGroup("a", DraftTree.chain(told[:3]))])
+        assert accepted.tokens == told
+        fast.commit("a", accepted.tokens)

@@ -99,6 +99,14 @@ class TreeMetadataBuilder:
             return stock
         return self.with_rows(stock, self.tree_rows.uniform_chains(common_attn_metadata, width))
 
+    def refresh(self, common: CommonAttentionMetadata, built: Any) -> bool:
+        """Brings to this step what the device holds of metadata built before for its shape.
+
+        For a step that replays a full graph, which reads nothing else. common: as ``built`` was
+        made of, its tensors being the step's. False where the metadata has to be built anew.
+        """
+        return False
+
     def extended(self, stock: Any, **extras: Any) -> Any:
         """The stock metadata as ours; what is not named stays."""
         fields = {f.name: getattr(stock, f.name) for f in dataclasses.fields(stock)}
@@ -129,6 +137,26 @@ class TreeMetadataBuilder:
 
 class TreeFlashMetadataBuilder(TreeMetadataBuilder, flash_attn.FlashAttentionMetadataBuilder):
     metadata_cls = TreeFlashMetadata
+
+    def refresh(self, common: CommonAttentionMetadata, built: Any) -> bool:
+        if getattr(built, "trees", None) is not None:
+            width = common.num_actual_tokens // common.num_reqs
+            rows = self.tree_rows.uniform_chains(common, width)
+            rows.max_num_splits = built.trees.max_num_splits
+            self._prefix_schedule(rows)
+        elif built.scheduler_metadata is not None:
+            schedule = self._get_scheduler_metadata(
+                aot_schedule=self.aot_schedule,
+                batch_size=common.num_reqs,
+                cu_query_lens=common.query_start_loc,
+                max_query_len=built.max_query_len,
+                seqlens=common.seq_lens,
+                max_seq_len=common.max_seq_len,
+                causal=built.causal,
+                max_num_splits=built.max_num_splits,
+            )
+            self._store_scheduler_metadata(schedule)
+        return True
 
     def _prefix_schedule(self, rows: TreeRows) -> torch.Tensor | None:
         schedule: torch.Tensor | None = self._get_scheduler_metadata(

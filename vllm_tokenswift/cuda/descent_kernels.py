@@ -40,6 +40,8 @@ _PATHS = tl.constexpr(PATHS)
 _WIDTH = tl.constexpr(WIDTH)
 _ENTRY = tl.constexpr(ENTRY)
 _SCALES = tl.constexpr(SCALES)
+
+
 @triton.jit
 def _normed(x, weight_ptr, element, element_ok, hidden, eps):
     """``HeadNorm`` of a row in float32 (``heads/model.py``)."""

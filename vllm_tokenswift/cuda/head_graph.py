@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from vllm.distributed.parallel_state import graph_capture
 from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
-from vllm.utils.torch_utils import PIN_MEMORY
+from vllm.utils.torch_utils import PIN_MEMORY, current_stream
 
 from vllm_tokenswift.cuda.descent_kernels import (
     ENTRY,
@@ -29,6 +29,7 @@ from vllm_tokenswift.cuda.descent_kernels import (
     top_tokens,
 )
 from vllm_tokenswift.cuda.seed_noise import SeedNoise
+from vllm_tokenswift.draft.foresight import noise_power
 from vllm_tokenswift.engine.descent import FoundRow, Start
 from vllm_tokenswift.heads.model import ConditionedHead, DraftHeads
 from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
@@ -51,8 +52,8 @@ class HeadGraphs:
     least_chance: of a path that is followed. max_requests: most requests of a batch.
     """
 
-    foresees = False
-    stops = False
+    foresees = True
+    runs_ahead = True
 
     @torch.inference_mode()
     def __init__(
@@ -69,6 +70,7 @@ class HeadGraphs:
         self._descents = [
             _GraphedDescent(heads, part, lm_rows, embed, least_chance, count) for count in counts
         ]
+        self._last = self._descents[0]
         if lm_rows.is_cuda:
             pool = torch.cuda.graph_pool_handle()
             with freeze_gc_for_cudagraph_capture(), graph_capture(lm_rows.device) as context:
@@ -77,20 +79,23 @@ class HeadGraphs:
             torch.cuda.synchronize()
 
     @torch.inference_mode()
-    def descend(
+    def launch(
         self,
         states: Sequence[RequestState],
         foreseen: Sequence[bool],
         starts: Sequence[Start],
         hidden: torch.Tensor,
         depth: int,
-    ) -> list[list[FoundRow]] | None:
+    ) -> bool:
         if len(states) > self._descents[-1].count or not self._part.suffices(states):
-            return None
-        descent = next(d for d in self._descents if d.count >= len(states))
-        descent.fill(states, foreseen, starts, depth)
-        descent.run(hidden)
-        return descent.found()
+            return False
+        self._last = next(d for d in self._descents if d.count >= len(states))
+        self._last.fill(states, foreseen, starts, depth)
+        self._last.run(hidden)
+        return True
+
+    def found(self) -> list[list[FoundRow]]:
+        return self._last.found()
 
     @torch.inference_mode()
     def alone(self) -> object:
@@ -187,6 +192,8 @@ class _GraphedDescent:
         depth: int,
     ) -> None:
         """Lays out the inputs on the host; see :class:`Descent`."""
+        if self._done is not None:
+            self._done.synchronize()  # a descent that nobody asked about may still read this
         entries, chances = self.entries[0], self.chances[0]
         chances[:, 0] = 0.0
         entries[:, 1] = 0
@@ -197,7 +204,8 @@ class _GraphedDescent:
                 self._seeds[index] = state.draws.seed
                 self._positions[index] = state.num_prompt + state.num_output - 1 + depth
             plain, positive, negative = self._part.scales_of(state)
-            self._scales[index] = (plain, positive, negative, float(sees))
+            power = noise_power(state.cuts_unlikely) if sees else 0.0
+            self._scales[index] = (plain, positive, negative, power)
             penalised = self._penalised[index]
             penalised.fill(0)
             if state.window is not None:
@@ -220,7 +228,7 @@ class _GraphedDescent:
             self._graph.replay()
         self._host[self._levels].copy_(self._device[self._levels], non_blocking=True)
         if self._done is not None:
-            self._done.record()
+            self._done.record(current_stream())
 
     def _launch(self) -> None:
         states = self.start
@@ -242,15 +250,20 @@ class _GraphedDescent:
             torch.mm(self._wide, layer.down.weight.T, out=self._moved)
             leave_head(hidden, self._moved, layer.post_layernorm.weight, self._eps, self._read)
             torch.mm(self._read, self._lm_rows.T, out=self._logits)
-            top_tokens(self._logits, self._penalised_d, self._scales_d, self._part.tokens, entries)
+            top_tokens(
+                self._logits,
+                self._penalised_d,
+                self._scales_d,
+                self._part.tokens,
+                entries,
+                self._seeds_d,
+                self._positions_d,
+                level,
+            )
             if level + 1 < len(self._layers):
                 choose_paths(
                     self._entries_d[level : level + 2],
                     self._tokens_d[level + 1],
-                    self._seeds_d,
-                    self._positions_d,
-                    self._scales_d,
-                    level,
                     self._least_chance,
                 )
             states = hidden

@@ -42,6 +42,8 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
         self.cudagraph_dispatcher = self.graphs
         # What vLLM itself takes for uniform are plain decodes; graphs for trees are ours.
         self.uniform_decode_query_len = 1
+        # Metadata of steps that replay a full graph, by (requests, rows).
+        self._replayed: dict[tuple[int, int], tuple[Any, CommonAttentionMetadata]] = {}
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with tree_backends(self.vllm_config):
@@ -87,6 +89,26 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
             )
         return CUDAGraphMode.FULL, shape, False, None, stat
 
+    def _step_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        """A full graph reads buffers alone: of metadata only what they hold is made anew."""
+        num_reqs, count = kwargs["num_reqs"], kwargs.get("num_reqs_padded")
+        if (
+            count != num_reqs  # no full graph, or one with requests that are padding
+            or kwargs.get("for_cudagraph_capture")
+            or kwargs.get("ubatch_slices") is not None
+            or not hasattr(self, "drafting")  # while vLLM warms up
+        ):
+            return super()._step_metadata(*args, **kwargs)
+        shape = (count, kwargs["num_tokens_padded"])
+        if (kept := self._replayed.get(shape)) is not None:
+            metadata, common = kept
+            common.max_seq_len = int(self.optimistic_seq_lens_cpu.numpy()[:num_reqs].max())
+            builder = self.attn_groups[0][0].get_metadata_builder()
+            if builder.refresh(common, metadata[self.tree_attention.layer_names[0]]):
+                return kept
+        kept = self._replayed[shape] = super()._step_metadata(*args, **kwargs)
+        return kept
+
     def _warmup_and_capture(self, desc: BatchDescriptor, *args: Any, **kwargs: Any) -> None:
         if desc.uniform and desc.num_reqs is not None:
             self.uniform_decode_query_len = desc.num_tokens // desc.num_reqs
@@ -110,6 +132,20 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
         draft_pass = self.drafting.draft_pass
         if isinstance(draft_pass, GraphedDraftPass):
             draft_pass.capture()
+        self._warm_up_kernels()
+
+    @torch.inference_mode()
+    def _warm_up_kernels(self) -> None:
+        """A kept cost curve spares passes, not the compiling of what requests launch."""
+        assert isinstance(self.tree_attention, CUDATreeAttention)
+        assert isinstance(self.scorer, CUDATreeScorer)
+        drafts = (
+            self.options.self_draft != "off" and self.max_model_len > self.options.budget_tokens
+        )
+        self.tree_attention.warm_up(ranks_blocks=drafts)
+        shape = (2, self.model_config.get_hidden_size())
+        hidden = torch.zeros(shape, dtype=self.model_config.dtype, device=self.device)
+        self.scorer.warm_up(self.model.compute_logits(hidden))
 
     def make_draft_pass(self) -> DraftPass:
         if not self.graphs.wide_shapes:  # no full graphs

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from vllm.config.model import LogprobsMode
+from vllm.sampling_params import SamplingParams
 
 from vllm_tokenswift.cuda.penalty import penalise_windows
 from vllm_tokenswift.cuda.scored_rows import Parameter, ScoredRows
@@ -24,8 +25,8 @@ from vllm_tokenswift.sampling.constraints import Rows, apply_constraints
 from vllm_tokenswift.sampling.noise import PositionDraws
 from vllm_tokenswift.sampling.params import PenaltyDefaults
 from vllm_tokenswift.sampling.scorer import TreeScorer
-from vllm_tokenswift.sampling.walk import Place, Walk
-from vllm_tokenswift.tree import EMPTY_TREE
+from vllm_tokenswift.sampling.walk import Place, RowGroup, Walk
+from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
 
 
 class CUDATreeScorer(TreeScorer):
@@ -82,6 +83,23 @@ class CUDATreeScorer(TreeScorer):
             probabilities.masked_fill_(probabilities < least.unsqueeze(1), 0.0)
             probabilities.div_(probabilities.sum(dim=-1, keepdim=True))
         return probabilities
+
+    def warm_up(self, logits: torch.Tensor) -> None:
+        """Compiles what requests of all kinds launch, so that none of them waits for it.
+
+        logits: ``[2, vocab]``, as the model makes them.
+        """
+        penalty = {"penalty_theta": 1.5, "penalty_window": 16}
+        for params in (
+            SamplingParams(temperature=0.0, extra_args={"penalty_theta": 1.0}),
+            SamplingParams(min_p=0.1, extra_args={"penalty_theta": 1.0}),
+            SamplingParams(extra_args=penalty),
+            SamplingParams(min_p=0.1, extra_args=penalty),
+        ):
+            name = "tokenswift warm-up"
+            self.add(name, params, [0], [], torch.Generator().manual_seed(0))
+            self.score(logits, [RowGroup(name, DraftTree.chain([0]))])
+            self.remove(name)
 
     def _walk_sampled(self, walk: Walk) -> None:
         tokens = self._sample_rows(walk).tolist()

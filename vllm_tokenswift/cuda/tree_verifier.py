@@ -58,6 +58,19 @@ class CUDATreeAttention:
         self._staging = Staging(device)
         self._moves = CpuGpuBuffer(2, max_num_reqs, max_depth, dtype=torch.int64, device=device)
 
+    def warm_up(self, ranks_blocks: bool) -> None:
+        """Compiles what no captured pass launches. ranks_blocks: whether blocks will be scored."""
+        self._moves.np[0, 0, :1] = -1  # no move
+        on_device = self._moves.copy_to_gpu()
+        move_kv(self.cache, on_device[0, :1], on_device[1, :1], 1)
+        if ranks_blocks:
+            shape = (len(self.layer_names), 1, self.num_heads, self.cache.head_size)
+            queries = torch.zeros(shape, dtype=self.cache.dtype, device=on_device.device)
+            blocks, num_tokens = self._staging.to_device(
+                np.zeros((1, 1), np.int32), np.ones(1, np.int32)
+            )
+            block_scores(queries, self.cache, blocks, num_tokens, self.scale)
+
     def with_trees(
         self,
         metadata: LayerMetadata,

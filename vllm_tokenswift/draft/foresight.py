@@ -21,8 +21,6 @@ mostly, when it was right, nearly certain. There the noise is evidence to be wei
 weights are counted.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable
 from math import exp
@@ -32,10 +30,10 @@ NoiseOf = Callable[[int], float]
 
 # Counted on SmolLM2's text at temperature 1, with and without a penalty: by the noise of
 # 23,000 offered tokens, how the odds that they came differ from all tokens' (in log-odds).
-NOISE_EDGES = (0.03, 0.25, 0.5, 1.0)
-ODDS_FACTORS = tuple(exp(offset) for offset in (1.8, 0.85, 0.0, -0.4, -1.0))
+_NOISE_EDGES = (0.03, 0.25, 0.5, 1.0)
+_ODDS_FACTORS = tuple(exp(offset) for offset in (1.8, 0.85, 0.0, -0.4, -1.0))
 # Offers less likely than this are not worth looking at their noise.
-LEAST_RATE = 0.003
+_LEAST_RATE = 0.003
 _LEAST_PROBABILITY = 5e-4
 
 
@@ -59,12 +57,17 @@ class Foresight:
     def __init__(self, noise_at: Callable[[int], NoiseOf]) -> None:
         self._noise_at = noise_at
         self._by_depth: list[NoiseOf] = []
+        self._known: list[dict[int, float]] = []  # plans of one step ask for the same tokens
 
     def noise(self, depth: int, token: int) -> float:
         """``E_x`` of a token, ``depth`` positions after the next."""
         while len(self._by_depth) <= depth:
             self._by_depth.append(self._noise_at(len(self._by_depth)))
-        return self._by_depth[depth](token)
+            self._known.append({})
+        known = self._known[depth]
+        if token not in known:
+            known[token] = self._by_depth[depth](token)
+        return known[token]
 
     def chance(self, probability: float, depth: int, token: int) -> float:
         """The chance that ``token`` is drawn where its ``probability`` is known."""
@@ -74,9 +77,9 @@ class Foresight:
 
     def weighed(self, rate: float, depth: int, token: int) -> float:
         """The chance that an offered token is accepted, which is ``rate`` over all noise."""
-        if not LEAST_RATE <= rate < 1.0:
+        if not _LEAST_RATE <= rate < 1.0:
             return rate
-        factor = ODDS_FACTORS[bisect_right(NOISE_EDGES, self.noise(depth, token))]
+        factor = _ODDS_FACTORS[bisect_right(_NOISE_EDGES, self.noise(depth, token))]
         # The surer an offer, the less it depends on luck.
         odds = rate / (1.0 - rate) * (1.0 + (factor - 1.0) * (1.0 - rate))
         return odds / (1.0 + odds)

@@ -29,12 +29,15 @@ class SourceGain:
 
     prior: tokens it is taken to add before anything was seen. prior_weight: iterations that
         this counts for.
+
+    ``asked_last``: what was decided last.
     """
 
     def __init__(self, prior: float, prior_weight: float = _PRIOR_WEIGHT) -> None:
         size = len(_EXPECTED_EDGES) + 1
         self._extra = {False: [0.0] * size, True: [prior] * size}
         self._weights = {False: [_PRIOR_WEIGHT] * size, True: [prior_weight] * size}
+        self.asked_last = False
         self._pending: tuple[float, bool, float] | None = None
         self._steps_since_pass = 0
         self._backoff = 1
@@ -56,6 +59,7 @@ class SourceGain:
 
         break_even: tokens beyond ``expected`` that pay for the pass.
         """
+        self.asked_last = with_pass
         self._pending = (expected, with_pass, break_even)
         self._steps_since_pass = 0 if with_pass else self._steps_since_pass + 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from vllm_tokenswift.draft.foresight import noise_power
@@ -26,7 +27,7 @@ class CPUDescent:
     """
 
     foresees = True
-    stops = True
+    runs_ahead = False
 
     def __init__(
         self,
@@ -41,22 +42,23 @@ class CPUDescent:
         self._part, self._embed = part, embed
         self._least_chance = least_chance
         self._alone = torch.ones(1, heads.hidden_size)
+        self._levels: list[np.ndarray] = []
 
-    def descend(
+    def launch(
         self,
         states: Sequence[RequestState],
         foreseen: Sequence[bool],
         starts: Sequence[Start],
         hidden: torch.Tensor,
         depth: int,
-    ) -> list[list[FoundRow]] | None:
+    ) -> bool:
         if len(states) * PATHS > MAX_ROWS or not self._part.suffices(states):
-            return None
+            return False
         noises = [
             self._noise(state, depth) if sees else None
             for state, sees in zip(states, foreseen, strict=True)
         ]
-        levels = self._chain.descend(
+        self._levels = self._chain.descend(
             hidden,
             [(start.request, start.chance) for start in starts],
             self._embed(torch.tensor([start.token for start in starts])),
@@ -64,8 +66,11 @@ class CPUDescent:
             noises,
             self._least_chance,
         )
+        return True
+
+    def found(self) -> list[list[FoundRow]]:
         found: list[list[FoundRow]] = []
-        for level, rows in enumerate(levels):
+        for level, rows in enumerate(self._levels):
             above = rows["above"].tolist() if level > 0 else range(len(rows))
             columns = (rows[name].tolist() for name in ("place", "tokens", "chances"))
             found.append([_row(*row) for row in zip(above, *columns, strict=True)])

@@ -43,23 +43,28 @@ class Descent(Protocol):
 
     foresees: bool
     """Whether the probabilities of foreseen requests know the noise already."""
-    stops: bool
-    """Whether heads below the last path are saved, so that the cost goes by level."""
+    runs_ahead: bool
+    """Whether it runs while the host goes on, always through all heads; else the host runs
+    it, heads below the last path are saved, and the cost goes by level."""
 
-    def descend(
+    def launch(
         self,
         states: Sequence[RequestState],
         foreseen: Sequence[bool],
         starts: Sequence[Start],
         hidden: torch.Tensor,
         depth: int,
-    ) -> list[list[FoundRow]] | None:
-        """Rows by level, a level for each head; None where these requests need another way.
+    ) -> bool:
+        """Begins a descent that nobody waits for yet; False where these need another way.
 
         states, foreseen: by request; whether its noise is looked at. starts: in the order of
         their requests. hidden: ``[requests, hidden]``, what head 0 starts from. depth: of the
         first level's tokens, from 0.
         """
 
+    def found(self) -> list[list[FoundRow]]:
+        """The rows of the descent launched last, by level, a level for each head."""
+
     def alone(self) -> object:
-        """The descent of one request, for its cost: one level where it :attr:`stops`, or all."""
+        """The descent of one request, for its cost: all of it where it :attr:`runs_ahead`, else
+        one level."""

@@ -30,8 +30,8 @@ class DraftRequest:
     """One request to draft for.
 
     num_tokens: tokens of the sequence, the bonus token included; blocks: int32,
-    physical blocks in logical order; hidden_row: the logits row that the bonus token
-    was sampled from; max_nodes: drafts that still fit the model's length and are wanted.
+    physical blocks in logical order; hidden_row: the query row that the bonus token was
+    sampled from; max_nodes: drafts that still fit the model's length and are wanted.
     """
 
     req_id: str
@@ -67,21 +67,32 @@ class Drafter:
     def draft(
         self,
         requests: Sequence[DraftRequest],
-        sample_hidden_states: torch.Tensor,
+        hidden_states: torch.Tensor,
         num_undrafted: int,
     ) -> list[DraftTree]:
         """One tree for each request, empty where plain decoding is better.
 
-        sample_hidden_states: ``[logits rows, hidden]``, in the form that the heads read.
+        hidden_states: ``[query rows, hidden]``, in the form that the heads read.
         num_undrafted: requests of the batch that draft nothing.
         """
         if not requests:
             return []
         planned = [self._planned(request) for request in requests]
         passes = self._wants_pass(planned, num_undrafted)
-        self._draft_with(planned, requests, passes, self._self_draft)
+        if any(passes) and not all(passes):
+            # CUDA graphs share their memory: a draft pass may run over the verify pass's states.
+            hidden_states = hidden_states.clone()
+        asked = [
+            HeadRequest(request.req_id, request.bonus_token, plan.foresight)
+            for request, plan in zip(requests, planned, strict=True)
+        ]
+        self._draft_with(planned, requests, asked, passes, self._self_draft)
         if self.heads is not None and self.options.head_source != "draft":
             others = [i for i, wanted in enumerate(passes) if not wanted]
+            likely = [i for i in others if planned[i].state.free_heads.asked_last]
+            if likely and self.head_drafts.runs_ahead:
+                rows = self._rows_of([requests[i] for i in likely], hidden_states)
+                self.head_drafts.launch_free([asked[i] for i in likely], rows)
             free = self.planner.wants_free_heads([planned[i] for i in others], num_undrafted)
             wanted = [False] * len(requests)
             for i, want in zip(others, free, strict=True):
@@ -89,8 +100,11 @@ class Drafter:
             self._draft_with(
                 planned,
                 requests,
+                asked,
                 wanted,
-                lambda some, asked: self._free_heads(some, asked, sample_hidden_states),
+                lambda some, of: self.head_drafts.candidates(
+                    of, None, self._rows_of(some, hidden_states)
+                ),
             )
         return self.planner.plan(planned, num_undrafted)
 
@@ -98,6 +112,7 @@ class Drafter:
         self,
         planned: list[PlannedRequest],
         requests: Sequence[DraftRequest],
+        asked: Sequence[HeadRequest],
         wanted: Sequence[bool],
         source: Callable[[list[DraftRequest], list[HeadRequest]], list[HeadCandidates]],
     ) -> None:
@@ -105,12 +120,8 @@ class Drafter:
         chosen = [i for i, want in enumerate(wanted) if want]
         if not chosen:
             return
-        some = [requests[i] for i in chosen]
-        asked = [
-            HeadRequest(request.req_id, request.bonus_token, planned[i].foresight)
-            for i, request in zip(chosen, some, strict=True)
-        ]
-        for i, candidates in zip(chosen, source(some, asked), strict=True):
+        found = source([requests[i] for i in chosen], [asked[i] for i in chosen])
+        for i, candidates in zip(chosen, found, strict=True):
             planned[i] = replace(planned[i], heads=candidates)
 
     def _planned(self, request: DraftRequest) -> PlannedRequest:
@@ -159,15 +170,15 @@ class Drafter:
         start = self._read_by_heads(output) if with_heads else None
         return self.head_drafts.candidates(asked, self._post_norm(output), start)
 
-    def _free_heads(
-        self,
-        requests: list[DraftRequest],
-        asked: list[HeadRequest],
-        sample_hidden_states: torch.Tensor,
-    ) -> list[HeadCandidates]:
-        """Heads on the verify pass's own hidden state: depth 1 is head 0, and no extra pass."""
+    def _rows_of(
+        self, requests: Sequence[DraftRequest], hidden_states: torch.Tensor
+    ) -> torch.Tensor:
+        """The verify pass's states that free heads start from: ``[requests, hidden]``."""
+        if len(requests) == 1:
+            row = requests[0].hidden_row
+            return hidden_states[row : row + 1]
         [rows] = self._staging.to_device(np.array([r.hidden_row for r in requests], np.int64))
-        return self.head_drafts.candidates(asked, None, sample_hidden_states[rows])
+        return hidden_states.index_select(0, rows)
 
     def _post_norm(self, output: Any) -> torch.Tensor:
         """Hidden states after the final norm, of what a pass of the model returned."""

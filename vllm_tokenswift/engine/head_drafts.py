@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -94,6 +95,7 @@ class HeadDrafts:
             self._part = DraftVocabulary(vocabulary, self.scorer.vocab_size)
             self._lm_rows = self._rows_of_lm_head(vocabulary)
         self._descent = self._platform_descent(runner)
+        self._launched: tuple[HeadRequest, ...] = ()
 
     def _platform_descent(self, runner: TokenSwiftRunnerMixin) -> Descent | None:
         if self.heads is None or not self.heads.conditioned or self.options.plan != "auto":
@@ -168,7 +170,6 @@ class HeadDrafts:
     ) -> list[HeadCandidates]:
         assert self.heads is not None
         grown = [_Rows() for _ in requests]
-        scales = self._scales(requests)
         paths = [_Path(i, request.bonus_token, 1.0, i) for i, request in enumerate(requests)]
         depth = num_passes = 0
         if own is not None:
@@ -192,6 +193,7 @@ class HeadDrafts:
                 )
                 for rows, request in zip(grown, requests, strict=True)
             ]
+        scales = self._scales(requests)
         states = start
         for index in range(min(self.heads.num_heads, len(widths) - depth)):
             if not paths:
@@ -228,15 +230,11 @@ class HeadDrafts:
         Returns the passes it took; 0: nothing was done, these requests need another way.
         """
         assert self._descent is not None
-        levels = self._descent.descend(
-            self.scorer.states([request.req_id for request in requests]),
-            [request.foresight is not None for request in requests],
-            [Start(path.request, path.token, path.chance) for path in paths],
-            start,
-            depth,
-        )
-        if levels is None:
+        launched, self._launched = self._launched, ()
+        is_launched = len(launched) == len(requests) and all(map(is_, launched, requests))
+        if not is_launched and not self._launch(requests, paths, start, depth):
             return 0
+        levels = self._descent.found()
         above = [(path, path.row) for path in paths]  # with the row that each leads to
         for number, level in enumerate(levels):
             below = []
@@ -247,7 +245,38 @@ class HeadDrafts:
                 row = grown[path.request].add(found.tokens, found.probabilities, path)
                 below.append((path, row))
             above = below
-        return len(levels) if self._descent.stops else 1
+        return 1 if self._descent.runs_ahead else len(levels)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether :meth:`launch_free` may do anything."""
+        return self._descent is not None and self._descent.runs_ahead
+
+    def launch_free(self, requests: Sequence[HeadRequest], start: torch.Tensor) -> None:
+        """Begins what :meth:`candidates` may be asked about these same request objects.
+
+        So that the device works on it while the host decides whether it asks. start: ``[requests,
+        hidden]``, of the verify pass.
+        """
+        paths = [_Path(i, request.bonus_token, 1.0, i) for i, request in enumerate(requests)]
+        if self._launch(requests, paths, start, depth=0):
+            self._launched = tuple(requests)
+
+    def _launch(
+        self,
+        requests: Sequence[HeadRequest],
+        paths: Sequence[_Path],
+        start: torch.Tensor,
+        depth: int,
+    ) -> bool:
+        assert self._descent is not None
+        return self._descent.launch(
+            self.scorer.states([request.req_id for request in requests]),
+            [request.foresight is not None for request in requests],
+            [Start(path.request, path.token, path.chance) for path in paths],
+            start,
+            depth,
+        )
 
     def _extend(
         self,

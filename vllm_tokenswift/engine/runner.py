@@ -221,6 +221,10 @@ class TokenSwiftRunnerMixin(_Runner):
             if self.recorder is not None:
                 self.recorder.finish(req_id)
 
+    def _may_reorder_batch(self, scheduler_output: SchedulerOutput) -> None:
+        if self.input_batch.num_reqs > 1:  # the one request's order costs as much as its inputs
+            super()._may_reorder_batch(scheduler_output)
+
     # -- verify -----------------------------------------------------------------
 
     def _prepare_inputs(
@@ -230,6 +234,7 @@ class TokenSwiftRunnerMixin(_Runner):
         self._dead_nodes = {}
         if num_scheduled_tokens.max() <= 1 + self.num_spec_tokens:
             return self.step_inputs.fill(num_scheduled_tokens, self._plan)
+        self.step_inputs.forget_tables()
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         for rows in self._plan.branching:
             stop = rows.root_row + len(rows.tree) + 1
@@ -270,7 +275,7 @@ class TokenSwiftRunnerMixin(_Runner):
         return VerifyPlan(tuple(trees))
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        metadata, common = super()._build_attention_metadata(*args, **kwargs)
+        metadata, common = self._step_metadata(*args, **kwargs)
         if self._plan.branching:
             num_reqs = self.input_batch.num_reqs
             metadata, self._dead_nodes = self.tree_attention.with_trees(
@@ -281,6 +286,10 @@ class TokenSwiftRunnerMixin(_Runner):
                 self._block_table(),
             )
         return metadata, common
+
+    def _step_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's metadata of the step, in which all requests are chains."""
+        return super()._build_attention_metadata(*args, **kwargs)
 
     def _block_table(self) -> np.ndarray:
         """int32 ``[batch rows, blocks]``: physical blocks of the one KV cache group."""
@@ -366,14 +375,14 @@ class TokenSwiftRunnerMixin(_Runner):
     ) -> list[list[int]]:
         block_table = self._block_table()
         requests: list[DraftRequest] = []
-        logits_row = 0
+        query_stops = self.query_start_loc.np[1:]
         for batch_row, req_id in enumerate(self.input_batch.req_ids):
             accepted = self._accepted[batch_row]
-            root_row = logits_row
-            logits_row += spec_decode_metadata.num_draft_tokens[batch_row] + 1
             state = self.request_states[req_id]
             if not accepted.tokens or not state.speculate:
                 continue
+            num_drafts = spec_decode_metadata.num_draft_tokens[batch_row]
+            root_row = int(query_stops[batch_row]) - num_drafts - 1
             num_tokens = int(self.input_batch.num_tokens_no_spec[batch_row])
             # One token more than the drafts is emitted, and all must fit the model's length.
             room = self.max_model_len - num_tokens - 1
@@ -393,9 +402,9 @@ class TokenSwiftRunnerMixin(_Runner):
             )
         if self.drafter.heads is not None and self.drafter.heads.reads == "pre_norm":
             assert aux_hidden_states is not None
-            sample_hidden_states = aux_hidden_states[0][spec_decode_metadata.logits_indices]
+            hidden_states = aux_hidden_states[0]
         num_undrafted = self.input_batch.num_reqs - len(requests)
-        trees = self.drafting.draft(requests, sample_hidden_states, num_undrafted)
+        trees = self.drafting.draft(requests, hidden_states, num_undrafted)
         if self.recorder is not None:
             self.recorder.drafted({r.req_id: r.state.draft for r in requests}, trees)
         self._trees.update((r.req_id, tree) for r, tree in zip(requests, trees, strict=True))

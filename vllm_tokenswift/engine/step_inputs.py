@@ -29,6 +29,23 @@ class StepInputs:
     def __init__(self, runner: TokenSwiftRunnerMixin) -> None:
         self.runner = runner
         self._staging = Staging(runner.device)
+        # The block table's rows as they are on the device; unknown at first.
+        self._tables = np.empty((0, 0), np.int32)
+
+    def forget_tables(self) -> None:
+        """To be called where somebody else writes the block table to the device."""
+        self._tables = self._tables[:0]
+
+    def _commit_tables(self, num_reqs: int) -> None:
+        """The first requests' rows to the device; most steps they are there already."""
+        batch = self.runner.input_batch
+        table = batch.block_table[0].get_numpy_array()[:num_reqs]
+        if not np.array_equal(table, self._tables[:num_reqs]):
+            batch.block_table.commit_block_table(num_reqs)
+            self._tables = table.copy()
+        else:
+            # Rows behind the batch's own may be overwritten as padding.
+            self._tables = self._tables[:num_reqs]
 
     def fill(
         self, num_scheduled_tokens: npt.NDArray[np.int32], plan: VerifyPlan
@@ -40,7 +57,7 @@ class StepInputs:
         runner = self.runner
         batch = runner.input_batch
         num_reqs = batch.num_reqs
-        batch.block_table.commit_block_table(num_reqs)
+        self._commit_tables(num_reqs)
 
         stops = np.cumsum(num_scheduled_tokens)
         num_rows = int(stops[-1])
@@ -82,8 +99,9 @@ class StepInputs:
             runner.seq_lens,
             runner.query_start_loc.gpu,
         )
-        for buffer, values in zip(buffers, given, strict=True):
-            buffer.copy_(values)
+        # One launch for all buffers of a type.
+        for chosen in ((0, 1), (2, 3, 4)):
+            torch._foreach_copy_([buffers[i] for i in chosen], [given[i] for i in chosen])
         metadata = logits_layout(logits_indices, num_drafts)
         return logits_indices, metadata, int(num_drafts.max()) + 1
 
