@@ -46,9 +46,6 @@ class TokenSwiftCPUModelRunner(TokenSwiftRunnerMixin, CPUModelRunner):
     def make_descent(
         self, heads: DraftHeads, part: DraftVocabulary, lm_rows: torch.Tensor, least_chance: float
     ) -> Descent | None:
-        # int8 weights add nothing to bfloat16's roundings; float32 is for those who want more.
-        if self.model_config.dtype != torch.bfloat16 or not cpu_chain.is_compiled():
-            return None
-        if len(part.tokens) < cpu_chain.TOP:
+        if not cpu_chain.is_compiled() or len(part.tokens) < cpu_chain.TOP:
             return None
         return CPUDescent(heads, part, lm_rows, self.model.embed_input_ids, least_chance)

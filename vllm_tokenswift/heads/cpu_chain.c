@@ -8,8 +8,8 @@
  * made in any order, so that compilers vectorize them, and do not depend on it.
  *
  * Plain C with OpenMP, called from heads/cpu_chain.py, which describes the arguments. Nothing
- * here is allocated. Tokens do not depend on the number of threads; their chances do in the
- * last bits, by the order in which the exponentials of the softmax are added.
+ * here is allocated. Results do not depend on the number of threads: sums over the vocabulary
+ * are made by CHUNKS of it, whoever adds which up.
  */
 
 #include <math.h>
@@ -17,7 +17,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { MAX_ROWS = 32, TOP = 8, PATHS = 2, MAX_THREADS = 64 };
+enum { MAX_ROWS = 32, TOP = 8, PATHS = 2, CHUNKS = 64 };
 
 /* Below the likeliest token by this much in log-probability, a token's noise is not looked at:
  * one in e^REACH tokens would have the luck to come. */
@@ -164,11 +164,22 @@ static float log_noise(uint64_t key, int32_t token) {
     return (float)log(-log(((double)bits + 0.5) * 0x1p-53));
 }
 
-/* What a thread found in its part of a row. */
+/* What was found in a chunk of a row. */
 typedef struct {
     Entry top[TOP];
     float largest, sum;
 } Found;
+
+static int start_of(int chunk, int vocabulary) {
+    return (int)((int64_t)vocabulary * chunk / CHUNKS);
+}
+
+static float largest_of(Found (*found)[MAX_ROWS], int row) {
+    float largest = -INFINITY;
+    for (int c = 0; c < CHUNKS; c++)
+        if (found[c][row].largest > largest) largest = found[c][row].largest;
+    return largest;
+}
 
 /* One head below some paths: new_states, and of each row the tokens and their chances.
  * states, embedded: by row, where they lie. work: see tokenswift_descend. */
@@ -184,24 +195,18 @@ static void pass(const Chain *chain, int level, const Request *requests, int num
     /* [rows][inputs of the layer], of one layer after the other */
     int16_t *rounded = (int16_t *)(logits + (size_t)num_rows * vocabulary);
     float steps[MAX_ROWS]; /* of the rounded inputs */
-    Found found[MAX_THREADS][MAX_ROWS];
-    int threads = omp_get_max_threads();
-    if (threads > MAX_THREADS) threads = MAX_THREADS;
-    int team = 1;
+    Found found[CHUNKS][MAX_ROWS];
 
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel
     {
         const int thread = omp_get_thread_num(), size = omp_get_num_threads();
 #pragma omp single
-        {
-            team = size;
-            for (int r = 0; r < num_rows; r++) {
-                float *token = both + hidden;
-                norm(states[r], head->state_norm, head->eps, hidden, both);
-                for (int i = 0; i < hidden; i++) token[i] = of_bfloat16(embedded[r][i]);
-                norm(token, head->token_norm, head->eps, hidden, token);
-                round_inputs(both, 2 * hidden, rounded + (size_t)r * 2 * hidden, &steps[r]);
-            }
+        for (int r = 0; r < num_rows; r++) {
+            float *token = both + hidden;
+            norm(states[r], head->state_norm, head->eps, hidden, both);
+            for (int i = 0; i < hidden; i++) token[i] = of_bfloat16(embedded[r][i]);
+            norm(token, head->token_norm, head->eps, hidden, token);
+            round_inputs(both, 2 * hidden, rounded + (size_t)r * 2 * hidden, &steps[r]);
         } /* implied barrier */
         linear_part(&head->up, rounded, steps, wide, num_rows, thread, size);
 #pragma omp barrier
@@ -221,53 +226,52 @@ static void pass(const Chain *chain, int level, const Request *requests, int num
         } /* implied barrier */
         linear_part(lm, rounded, steps, logits, num_rows, thread, size);
 #pragma omp barrier
-        const int first = (int)((int64_t)vocabulary * thread / size);
-        const int last = (int)((int64_t)vocabulary * (thread + 1) / size);
-        for (int r = 0; r < num_rows; r++) {
-            const float *positive = requests[rows[r].request].scales;
-            const float *negative = positive + vocabulary;
-            float *row = logits + (size_t)r * vocabulary;
-            float largest = -INFINITY;
-            for (int i = first; i < last; i++) {
-                row[i] *= row[i] > 0 ? positive[i] : negative[i];
-                if (row[i] > largest) largest = row[i];
+#pragma omp for schedule(static)
+        for (int c = 0; c < CHUNKS; c++) {
+            for (int r = 0; r < num_rows; r++) {
+                const float *positive = requests[rows[r].request].scales;
+                const float *negative = positive + vocabulary;
+                float *row = logits + (size_t)r * vocabulary;
+                float largest = -INFINITY;
+                for (int i = start_of(c, vocabulary); i < start_of(c + 1, vocabulary); i++) {
+                    row[i] *= row[i] > 0 ? positive[i] : negative[i];
+                    if (row[i] > largest) largest = row[i];
+                }
+                found[c][r].largest = largest;
             }
-            found[thread][r].largest = largest;
-        }
-#pragma omp barrier
-        for (int r = 0; r < num_rows; r++) {
-            const Request *request = &requests[rows[r].request];
-            const float power = request->noise_power;
-            const float *row = logits + (size_t)r * vocabulary;
-            Found *own = &found[thread][r];
-            float least = -INFINITY, sum = 0;
-            for (int t = 0; t < size; t++)
-                if (found[t][r].largest > least) least = found[t][r].largest;
-            const float middle = least;
-            least = power > 0 ? least - REACH : -INFINITY;
-            for (int i = 0; i < TOP; i++) own->top[i] = (Entry){-INFINITY, 0};
-            for (int i = first; i < last; i++) {
-                if (row[i] < least) continue;
-                float value = row[i];
-                if (power > 0)
-                    value -= power * log_noise(request->keys[level], chain->tokens[i]);
-                sum += expf(value - middle);
-                if (value > own->top[TOP - 1].value) keep(own->top, value, i);
+        } /* implied barrier */
+#pragma omp for schedule(static)
+        for (int c = 0; c < CHUNKS; c++) {
+            for (int r = 0; r < num_rows; r++) {
+                const Request *request = &requests[rows[r].request];
+                const float power = request->noise_power;
+                const float *row = logits + (size_t)r * vocabulary;
+                const float largest = largest_of(found, r);
+                const float least = power > 0 ? largest - REACH : -INFINITY;
+                Found *own = &found[c][r];
+                own->sum = 0;
+                for (int i = 0; i < TOP; i++) own->top[i] = (Entry){-INFINITY, 0};
+                for (int i = start_of(c, vocabulary); i < start_of(c + 1, vocabulary); i++) {
+                    if (row[i] < least) continue;
+                    float value = row[i];
+                    if (power > 0)
+                        value -= power * log_noise(request->keys[level], chain->tokens[i]);
+                    own->sum += expf(value - largest);
+                    if (value > own->top[TOP - 1].value) keep(own->top, value, i);
+                }
             }
-            own->sum = sum;
         }
     }
 
     for (int r = 0; r < num_rows; r++) {
+        const float largest = largest_of(found, r);
         Entry top[TOP];
-        float sum = 0, largest = -INFINITY;
+        float sum = 0;
         memcpy(top, found[0][r].top, sizeof top);
-        for (int t = 0; t < team; t++) {
-            sum += found[t][r].sum;
-            if (found[t][r].largest > largest) largest = found[t][r].largest;
-            if (t == 0) continue;
-            for (int i = 0; i < TOP && found[t][r].top[i].value > top[TOP - 1].value; i++)
-                keep(top, found[t][r].top[i].value, found[t][r].top[i].index);
+        for (int c = 0; c < CHUNKS; c++) {
+            sum += found[c][r].sum;
+            for (int i = 0; c > 0 && i < TOP && found[c][r].top[i].value > top[TOP - 1].value; i++)
+                keep(top, found[c][r].top[i].value, found[c][r].top[i].index);
         }
         for (int i = 0; i < TOP; i++) {
             /* Fewer than TOP may be within reach: the others have no chance. */
