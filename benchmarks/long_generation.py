@@ -362,10 +362,10 @@ def describe(arguments: argparse.Namespace) -> dict[str, Any]:
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
     )
-    values = {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items()}
+    values = {name: _without_folder(value) for name, value in vars(arguments).items()}
     values.pop("run")
     description = {
-        "command": " ".join(sys.argv),
+        "command": " ".join(str(_without_folder(word)) for word in sys.argv),
         "commit": commit.stdout.strip() or "not in a repository",
         "hardware": current_platform.get_device_name(),
         "versions": {
@@ -376,6 +376,12 @@ def describe(arguments: argparse.Namespace) -> dict[str, Any]:
         },
     }
     return {"arguments": values, "description": description}
+
+
+def _without_folder(value: Any) -> Any:
+    """A file or folder by its name: where it lay says something about one machine only."""
+    is_path = isinstance(value, Path) or (isinstance(value, str) and value.startswith("/"))
+    return Path(value).name if is_path else value
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
