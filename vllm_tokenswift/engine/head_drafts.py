@@ -3,7 +3,9 @@
 Heads that do not look at tokens answer for every depth at once: one pass of the LM head over
 all of them. Conditioned heads go depth by depth along the likeliest paths, since each has to
 know the token before the one it predicts; their rows of all paths and requests share one
-pass over the weights, which is what a head costs.
+pass over the weights, which is what a head costs. Where the platform can, it runs them all at
+once (``engine/descent.py``); the way from head to head is for fixed plans, large batches, and
+constraints that need the whole vocabulary.
 """
 
 from __future__ import annotations
