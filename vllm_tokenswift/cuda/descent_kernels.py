@@ -30,8 +30,9 @@ import triton
 import triton.language as tl
 from vllm.v1.worker.gpu.sample.gumbel import murmur3_uniform32
 
-PATHS = 2
-WIDTH = 8
+from vllm_tokenswift.engine.descent import OFFERED_TOKENS, PATHS
+
+WIDTH = OFFERED_TOKENS
 ENTRY = 4 + 2 * WIDTH
 # Scales of a request, and the power of its noise: see :func:`top_tokens`.
 SCALES = 4

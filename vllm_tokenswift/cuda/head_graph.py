@@ -8,7 +8,7 @@ whose constraints need the whole vocabulary go from head to head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any, cast
 
@@ -20,7 +20,6 @@ from vllm.utils.torch_utils import PIN_MEMORY, current_stream
 
 from vllm_tokenswift.cuda.descent_kernels import (
     ENTRY,
-    PATHS,
     SCALES,
     WIDTH,
     choose_paths,
@@ -30,7 +29,7 @@ from vllm_tokenswift.cuda.descent_kernels import (
 )
 from vllm_tokenswift.cuda.seed_noise import SeedNoise
 from vllm_tokenswift.draft.foresight import noise_power
-from vllm_tokenswift.engine.descent import FoundRow, Start
+from vllm_tokenswift.engine.descent import PATHS, Embed, FoundRow, Start
 from vllm_tokenswift.heads.model import ConditionedHead, DraftHeads
 from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
 from vllm_tokenswift.sampling.request import RequestState
@@ -39,9 +38,6 @@ _COUNTS = (1, 2, 4, 8)  # requests of a captured descent
 # The likeliest tokens are found by one program a path: beyond this its registers run out.
 MAX_VOCABULARY = 32768
 _ALIGNMENT = 16  # bytes, see engine/staging.py
-
-Embed = Callable[[torch.Tensor], torch.Tensor]
-"""int64 ``[tokens]`` -> ``[tokens, hidden]``, by the target."""
 
 
 class HeadGraphs:
@@ -52,7 +48,6 @@ class HeadGraphs:
     least_chance: of a path that is followed. max_requests: most requests of a batch.
     """
 
-    foresees = True
     runs_ahead = True
 
     @torch.inference_mode()
@@ -65,7 +60,6 @@ class HeadGraphs:
         least_chance: float,
         max_requests: int,
     ) -> None:
-        self._part = part
         counts = [count for count in _COUNTS if count <= max_requests]
         self._descents = [
             _GraphedDescent(heads, part, lm_rows, embed, least_chance, count) for count in counts
@@ -87,7 +81,7 @@ class HeadGraphs:
         hidden: torch.Tensor,
         depth: int,
     ) -> bool:
-        if len(states) > self._descents[-1].count or not self._part.suffices(states):
+        if len(states) > self._descents[-1].count:
             return False
         self._last = next(d for d in self._descents if d.count >= len(states))
         self._last.fill(states, foreseen, starts, depth)

@@ -21,6 +21,8 @@ mostly, when it was right, nearly certain. There the noise is evidence to be wei
 weights are counted.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_right
 from collections.abc import Callable
 from math import exp

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from vllm_tokenswift.draft.foresight import noise_power
-from vllm_tokenswift.engine.descent import FoundRow, Start
+from vllm_tokenswift.engine.descent import Embed, FoundRow, Start
 from vllm_tokenswift.heads.cpu_chain import MAX_ROWS, PATHS, CpuHeadChain, HeadNoise
 from vllm_tokenswift.heads.model import DraftHeads
 from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
 from vllm_tokenswift.sampling.noise import SeedDraws
 from vllm_tokenswift.sampling.request import RequestState
-
-Embed = Callable[[torch.Tensor], torch.Tensor]
-"""int64 ``[tokens]`` -> ``[tokens, hidden]``, by the target."""
 
 
 class CPUDescent:
@@ -26,7 +23,6 @@ class CPUDescent:
     hidden]``, the LM head's rows of it. least_chance: of a path that is followed.
     """
 
-    foresees = True
     runs_ahead = False
 
     def __init__(
@@ -52,7 +48,7 @@ class CPUDescent:
         hidden: torch.Tensor,
         depth: int,
     ) -> bool:
-        if len(states) * PATHS > MAX_ROWS or not self._part.suffices(states):
+        if len(states) * PATHS > MAX_ROWS:
             return False
         noises = [
             self._noise(state, depth) if sees else None

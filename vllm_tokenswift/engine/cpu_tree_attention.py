@@ -93,6 +93,7 @@ class CPUTreeAttention:
         self.scratch_blocks = scratch_blocks
         self.max_side_chains = len(scratch_blocks)
         self._batch: VirtualBatch | None = None
+        self._kv_caches = {name: layer.kv_cache for name, layer in layers.items()}
         first = next(iter(layers.values()))
         self.key_permutation = cpu_attention.key_permutation(
             first.impl, first, first.kv_cache[scratch_blocks[0] : scratch_blocks[0] + 1]
@@ -128,7 +129,7 @@ class CPUTreeAttention:
             **fields,
             tail_copies=batch.tail_copies,
             extra_slots=tuple(torch.from_numpy(slots) for slots in batch.extra_slots),
-            kv_caches={name: layer.kv_cache for name, layer in self.layers.items()},
+            kv_caches=self._kv_caches,
         )
         self._batch = batch
         return dict.fromkeys(metadata, chained), batch.dead_nodes
@@ -154,9 +155,9 @@ class CPUTreeAttention:
             own = block_table[rows.batch_row, first : last + 1].tolist()
             scratch = batch.scratch[rows.req_id, nodes[-1]]
             copies += zip(scratch[: len(own)], own, strict=True)
-        for layer in self.layers.values() if copies else ():
+        for cache in self._kv_caches.values() if copies else ():
             for source, target in copies:
-                layer.kv_cache[target] = layer.kv_cache[source]
+                cache[target] = cache[source]
         return num_moved
 
     def draft_metadata(

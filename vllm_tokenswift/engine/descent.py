@@ -6,13 +6,21 @@ itself, and waits for each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from vllm_tokenswift.sampling.request import RequestState
+
+PATHS = 2
+"""Paths of a request that heads go on with."""
+OFFERED_TOKENS = 8
+"""Likeliest tokens below a path that are offered to the planner, which takes a few."""
+
+Embed = Callable[[torch.Tensor], torch.Tensor]
+"""int64 ``[tokens]`` -> ``[tokens, hidden]``, by the target."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,8 @@ class Start:
 class FoundRow:
     """What a head offers below a path: tokens, likeliest first, and their probabilities.
 
+    Those know the noise where the request is foreseen (``draft/foresight.py``).
+
     above: the row of the level above that the path comes from (at the first level: the start);
     place: which of its tokens it follows.
     """
@@ -41,8 +51,6 @@ class FoundRow:
 class Descent(Protocol):
     """All heads, from the starts down along the likeliest paths."""
 
-    foresees: bool
-    """Whether the probabilities of foreseen requests know the noise already."""
     runs_ahead: bool
     """Whether it runs while the host goes on, always through all heads; else the host runs
     it, heads below the last path are saved, and the cost goes by level."""
@@ -55,9 +63,10 @@ class Descent(Protocol):
         hidden: torch.Tensor,
         depth: int,
     ) -> bool:
-        """Begins a descent that nobody waits for yet; False where these need another way.
+        """Begins a descent that nobody waits for yet; False where they are too many.
 
-        states, foreseen: by request; whether its noise is looked at. starts: in the order of
+        states, foreseen: by request, none that needs constraints over the whole vocabulary
+        (``DraftVocabulary.suffices``); whether its noise is looked at. starts: in the order of
         their requests. hidden: ``[requests, hidden]``, what head 0 starts from. depth: of the
         first level's tokens, from 0.
         """

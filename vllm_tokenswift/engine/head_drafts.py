@@ -20,7 +20,7 @@ import torch
 
 from vllm_tokenswift.draft.candidates import NO_ROW, HeadCandidates
 from vllm_tokenswift.draft.foresight import Foresight
-from vllm_tokenswift.engine.descent import Descent, Start
+from vllm_tokenswift.engine.descent import OFFERED_TOKENS, PATHS, Descent, Start
 from vllm_tokenswift.engine.staging import Staging
 from vllm_tokenswift.heads.model import DraftHeads
 from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
@@ -28,11 +28,8 @@ from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
 if TYPE_CHECKING:
     from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
 
-# Likeliest tokens of a head that are offered to the planner, which takes a few.
-_OFFERED_TOKENS = 8
-# Paths of a request that conditioned heads go on with, and the least chance of one: below
-# it a head costs more than the token it might bring.
-_MAX_PATHS = 2
+# The least chance of a path that conditioned heads go on with: below it a head costs more
+# than the token it might bring.
 _LEAST_CHANCE = 0.1
 # Rows of the LM head that are read at a time, as logits of that many unit vectors.
 _UNIT_ROWS = 256
@@ -80,6 +77,11 @@ class _Path:
     place: int = 0
 
 
+def _roots(requests: Sequence[HeadRequest]) -> list[_Path]:
+    """The paths that end with the bonus tokens, one for each request."""
+    return [_Path(i, request.bonus_token, 1.0, i) for i, request in enumerate(requests)]
+
+
 class HeadDrafts:
     """Makes the :class:`HeadCandidates` of an engine's requests."""
 
@@ -122,7 +124,7 @@ class HeadDrafts:
         if self.options.plan == "auto":
             # Every head has its say, and the noise picks among many what deserves a node.
             depths = (self.heads.num_heads if self.heads is not None else 0) + (not free)
-            widths = [_OFFERED_TOKENS] * depths
+            widths = [OFFERED_TOKENS] * depths
         if start is not None and self.heads is not None and self.heads.conditioned:
             return self._along_paths(requests, own, start, widths)
         states = [] if own is None else [own]
@@ -140,7 +142,7 @@ class HeadDrafts:
             _, reads = self.heads.step(0, start, self._embedded([0]))
         else:
             reads = torch.cat(self.heads(start))
-        return self._top(self._own_logits(reads).float().softmax(dim=-1), _OFFERED_TOKENS)[0]
+        return self._top(self._own_logits(reads).float().softmax(dim=-1), OFFERED_TOKENS)[0]
 
     def _at_once(
         self,
@@ -172,7 +174,7 @@ class HeadDrafts:
     ) -> list[HeadCandidates]:
         assert self.heads is not None
         grown = [_Rows() for _ in requests]
-        paths = [_Path(i, request.bonus_token, 1.0, i) for i, request in enumerate(requests)]
+        paths = _roots(requests)
         depth = num_passes = 0
         if own is not None:
             req_ids = [request.req_id for request in requests]
@@ -191,7 +193,7 @@ class HeadDrafts:
                     own is None,
                     rows.below,
                     num_passes,
-                    foreseen=self._descent.foresees and request.foresight is not None,
+                    foreseen=request.foresight is not None,
                 )
                 for rows, request in zip(grown, requests, strict=True)
             ]
@@ -260,8 +262,7 @@ class HeadDrafts:
         So that the device works on it while the host decides whether it asks. start: ``[requests,
         hidden]``, of the verify pass.
         """
-        paths = [_Path(i, request.bonus_token, 1.0, i) for i, request in enumerate(requests)]
-        if self._launch(requests, paths, start, depth=0):
+        if self._launch(requests, _roots(requests), start, depth=0):
             self._launched = tuple(requests)
 
     def _launch(
@@ -272,8 +273,10 @@ class HeadDrafts:
         depth: int,
     ) -> bool:
         assert self._descent is not None
-        return self._descent.launch(
-            self.scorer.states([request.req_id for request in requests]),
+        assert self._part is not None
+        states = self.scorer.states([request.req_id for request in requests])
+        return self._part.suffices(states) and self._descent.launch(
+            states,
             [request.foresight is not None for request in requests],
             [Start(path.request, path.token, path.chance) for path in paths],
             start,
@@ -309,7 +312,7 @@ class HeadDrafts:
         return [
             path
             for of_request in found
-            for path in sorted(of_request, key=lambda path: -path.chance)[:_MAX_PATHS]
+            for path in sorted(of_request, key=lambda path: -path.chance)[:PATHS]
         ]
 
     def _scales(self, requests: Sequence[HeadRequest]) -> torch.Tensor | None:

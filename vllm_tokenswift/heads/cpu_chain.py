@@ -19,7 +19,7 @@ import torch
 
 from vllm_tokenswift.heads.model import ConditionedHead, DraftHeads
 
-# As in cpu_chain.c.
+# As in cpu_chain.c; TOP and PATHS as in engine/descent.py.
 MAX_ROWS = 32
 TOP = 8
 PATHS = 2
