@@ -4,14 +4,16 @@ TokenSwift takes two turns, with the demo model's heads and without them, from t
 
     python -m benchmarks.cpu_speed [--repeats 5] [--tokens 1500]
 
-Ratios in one run: the engines take turns, so that a slow minute of the machine hits all
-of them; the median over the repeats is reported, with its spread. bfloat16 and vLLM's
-default compilation.
+Ratios in one run: all engines are kept, and take turns text by text, in one order and back,
+so that a slow minute of the machine hits all of them; a ratio is of two turns of one round,
+and the median over the rounds is reported, with its spread. bfloat16 and vLLM's default
+compilation.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import sys
 from typing import Any
@@ -19,15 +21,9 @@ from typing import Any
 from benchmarks import record
 from benchmarks.prompts import NUMBERS, STORY
 from vllm_tokenswift import demo_model
-from vllm_tokenswift.demo.engine_process import (
-    PENALISED,
-    WINDOWED_PENALTY,
-    Job,
-    TextRequest,
-    Written,
-    run,
-)
+from vllm_tokenswift.demo.engine_process import EngineProcess
 from vllm_tokenswift.demo.measures import distinct
+from vllm_tokenswift.demo.texts import PENALISED, WINDOWED_PENALTY, TextRequest, Written
 
 ENGINES: dict[str, dict[str, Any]] = {
     "plain": {"logits_processors": [WINDOWED_PENALTY]},
@@ -72,12 +68,20 @@ def main() -> int:
         "max_model_len": arguments.tokens + 512,
     }
     runs: dict[str, dict[str, list[Written]]] = {}
-    for repeat in range(arguments.repeats):
+    with contextlib.ExitStack() as engines:
+        kept = {}
         for name, settings in ENGINES.items():
-            print(f"repeat {repeat + 1} of {arguments.repeats}: {name}", flush=True)
-            job = Job({**engine, **settings}, texts_for(name, arguments.tokens))
-            for written in run(job):
-                runs.setdefault(written.name, {}).setdefault(name, []).append(written)
+            print(f"starting {name}", flush=True)
+            kept[name] = engines.enter_context(EngineProcess({**engine, **settings}))
+            kept[name].warm_up(texts_for(name, arguments.tokens))
+        for repeat in range(arguments.repeats):
+            for text in texts(arguments.tokens):
+                for name in sorted(ENGINES, reverse=bool(repeat % 2)):
+                    if text not in texts_for(name, arguments.tokens):
+                        continue
+                    print(f"repeat {repeat + 1} of {arguments.repeats}: {name}", flush=True)
+                    [written] = kept[name].write_texts([text])
+                    runs.setdefault(text.name, {}).setdefault(name, []).append(written)
     results = [_result(text, by_engine) for text, by_engine in runs.items()]
     table = _table(results)
     print(table)

@@ -4,7 +4,7 @@
 
 float32: every text must be identical; the exit status says so. bfloat16: logits have 8
 bits, so that two tokens often tie within rounding, and a pass over several rows rounds
-otherwise than a pass over one. The record holds the rate of prompts that differ and, for
+otherwise than a pass over one. TokenSwift drafts with the demo model's heads. The record holds the rate of prompts that differ and, for
 greedy texts, how far apart the two tokens' logits were at the first difference.
 """
 
@@ -18,15 +18,9 @@ from typing import Any
 from benchmarks import record
 from benchmarks.prompts import TWENTY
 from vllm_tokenswift import demo_model
-from vllm_tokenswift.demo.engine_process import (
-    PENALISED,
-    WINDOWED_PENALTY,
-    Job,
-    TextRequest,
-    Written,
-    run,
-)
+from vllm_tokenswift.demo.engine_process import Job, run
 from vllm_tokenswift.demo.measures import first_difference
+from vllm_tokenswift.demo.texts import PENALISED, WINDOWED_PENALTY, TextRequest, Written
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -55,7 +49,10 @@ def main() -> int:
         )
         ours = run(
             Job(
-                {**engine, "speculative_config": {"method": "tokenswift"}},
+                {
+                    **engine,
+                    "speculative_config": {"method": "tokenswift", "heads": demo_model.HEADS},
+                },
                 _texts(arguments, with_logprobs=False),
             )
         )

@@ -30,16 +30,9 @@ import torch
 from benchmarks import change, record
 from benchmarks.prompts import CODE, RANDOM_NUMBERS, STORIES
 from vllm_tokenswift import demo_model
-from vllm_tokenswift.demo.engine_process import (
-    PENALISED,
-    WINDOWED_PENALTY,
-    Batch,
-    BatchJob,
-    TextRequest,
-    WrittenBatch,
-    run_batches,
-)
+from vllm_tokenswift.demo.engine_process import BatchJob, run_batches
 from vllm_tokenswift.demo.measures import distinct
+from vllm_tokenswift.demo.texts import PENALISED, WINDOWED_PENALTY, Batch, TextRequest, WrittenBatch
 from vllm_tokenswift.options import TokenSwiftOptions
 
 GOAL = 0.97

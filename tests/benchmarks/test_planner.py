@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import planner
 from benchmarks.prompts import CODE, RANDOM_NUMBERS, STORIES
-from vllm_tokenswift.demo.engine_process import Written, WrittenBatch
+from vllm_tokenswift.demo.texts import Written, WrittenBatch
 from vllm_tokenswift.options import TokenSwiftOptions
 
 

@@ -1,19 +1,32 @@
-"""What is read off the times at which tokens came."""
+"""One engine in a process of its own, asked several times."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from vllm_tokenswift.demo.engine_process import Written, WrittenBatch
+from vllm_tokenswift.demo.engine_process import EngineProcess
+from vllm_tokenswift.demo.texts import Batch, TextRequest
 
 
-def test_a_text_s_first_token_is_the_prompt_s_and_not_counted() -> None:
-    text = Written("a", [0] * 5, [1, 3, 5], [2.0, 2.5, 3.0])
-    assert text.tokens_per_second == pytest.approx(4.0)
+def test_an_engine_is_kept_and_writes_what_it_is_asked_for(demo_model: Path) -> None:
+    engine = {"model": str(demo_model), "dtype": "float32", "max_model_len": 256}
+    length = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
+    rain, sea = (TextRequest(word, f"What is {word}?", length) for word in ("rain", "the sea"))
+    with EngineProcess(engine) as kept:
+        kept.warm_up([rain])
+        [first] = kept.write_texts([rain])
+        [both] = kept.write([Batch("both", [sea, rain])])
+    assert [text.name for text in both.texts] == ["the sea", "rain"]
+    assert both.texts[1].tokens == first.tokens
+    assert first.counts[-1] == len(first.tokens) == 6
+    assert first.stats == {}  # nobody speculated
 
 
-def test_a_batch_is_timed_from_its_last_first_token_to_its_last_token() -> None:
-    early = Written("a", [0] * 6, [1, 2, 6], [1.0, 2.0, 3.0])
-    late = Written("b", [0] * 5, [1, 5], [2.0, 4.0])
-    # At 2.0 there are 2 + 1 tokens, at 4.0 there are 11.
-    assert WrittenBatch("both", [early, late]).tokens_per_second == pytest.approx(8 / 2.0)
+def test_an_engine_that_does_not_start_says_why() -> None:
+    with (
+        pytest.raises(RuntimeError, match="no-such-folder"),
+        EngineProcess({"model": "/no-such-folder"}),
+    ):
+        raise AssertionError("it has started")

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_tokenswift.demo.engine_process import Written
 from vllm_tokenswift.demo.measures import Comparison, distinct, first_difference, table
 from vllm_tokenswift.demo.plot import time_against_tokens
+from vllm_tokenswift.demo.texts import Written
 
 STATS = {
     "num_iterations": 10,

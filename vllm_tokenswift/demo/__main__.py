@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm_tokenswift import demo_model
-from vllm_tokenswift.demo.engine_process import PENALISED, WINDOWED_PENALTY, Job, TextRequest, run
+from vllm_tokenswift.demo.engine_process import Job, run
 from vllm_tokenswift.demo.measures import Comparison, table
 from vllm_tokenswift.demo.plot import time_against_tokens
+from vllm_tokenswift.demo.texts import PENALISED, WINDOWED_PENALTY, TextRequest
 from vllm_tokenswift.options import TokenSwiftOptions
 
 PROMPT = (

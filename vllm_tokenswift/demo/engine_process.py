@@ -1,10 +1,8 @@
-"""One vLLM engine in a process of its own, writing some texts and noting when tokens came.
-
-Texts come one after another, or several at once in batches.
+"""vLLM engines in processes of their own, writing texts and noting when tokens came.
 
 The demo and the benchmarks compare engines: each gets a process, so that none finds
-another's compiled code, threads or memory. ``run(job)`` is called by the parent; the
-child is this module run with a job file and a result file.
+another's compiled code, threads or memory. An engine that waits for its turn takes no
+processor time (its threads sleep), so several can be kept and take turns text by text.
 """
 
 from __future__ import annotations
@@ -14,38 +12,101 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-WINDOWED_PENALTY = "vllm_tokenswift.sampling.processors:WindowedPenalty"
-# The paper's recipe, with the penalty that the embedded model bears.
-PENALISED = {
-    "temperature": 1.0,
-    "min_p": 0.1,
-    "extra_args": {"penalty_theta": 1.1, "penalty_window": 1024},
-}
+from vllm_tokenswift.demo.texts import Batch, TextRequest, Written, WrittenBatch
+
 _WARM_UP_TOKENS = 64
 _WARM_UP_TOKENS_OF_A_BATCH = 16
 
 
-@dataclass(frozen=True)
-class TextRequest:
-    """One text to write. name: for the progress bar; prompt: a user's message;
-    sampling: keyword arguments of vLLM's SamplingParams."""
+class EngineProcess:
+    """One engine, from entering the ``with`` statement to leaving it.
 
-    name: str
-    prompt: str
-    sampling: dict[str, Any]
+    engine: keyword arguments of ``LLM``. Every method, and entering, raises RuntimeError with
+    the end of what the process printed where it ended before its time.
+    """
 
+    def __init__(self, engine: dict[str, Any]) -> None:
+        self._engine = engine
 
-@dataclass(frozen=True)
-class Batch:
-    """Texts to write at the same time (vLLM batches what is there at every step)."""
+    def __enter__(self) -> Self:
+        # The progress bar is on standard output; vLLM's log is kept for a failure.
+        self._log = tempfile.TemporaryFile("w+")
+        answers, replies = os.pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "vllm_tokenswift.demo.engine_child", str(replies)],
+            stdin=subprocess.PIPE,
+            stderr=self._log,
+            env=_environment(),
+            pass_fds=[replies],
+            text=True,
+        )
+        os.close(replies)
+        self._answers = os.fdopen(answers)
+        try:
+            self._ask(self._engine)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
 
-    name: str
-    texts: list[TextRequest]
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._answers.close()
+        self._log.close()
+
+    def warm_up(self, texts: Sequence[TextRequest]) -> None:
+        """Writes the first tokens of each text once: code compiled and loaded, caches filled."""
+        self.warm_up_batches([Batch(text.name, [text]) for text in texts], _WARM_UP_TOKENS)
+
+    def warm_up_batches(
+        self, batches: Sequence[Batch], num_tokens: int = _WARM_UP_TOKENS_OF_A_BATCH
+    ) -> None:
+        """The same for batches."""
+        length = {"max_tokens": num_tokens, "min_tokens": num_tokens}
+        self.write(
+            [
+                Batch(
+                    "warming up",
+                    [replace(text, sampling={**text.sampling, **length}) for text in batch.texts],
+                )
+                for batch in batches
+            ]
+        )
+
+    def write(self, batches: Sequence[Batch]) -> list[WrittenBatch]:
+        """Writes one batch after another, the texts of each at the same time."""
+        return [
+            WrittenBatch(batch["name"], [_read(text) for text in batch["texts"]], batch["stats"])
+            for batch in self._ask([asdict(batch) for batch in batches])
+        ]
+
+    def write_texts(self, texts: Sequence[TextRequest]) -> list[Written]:
+        """Writes one text after another; the ``stats`` of each are filled in."""
+        written = self.write([Batch(text.name, [text]) for text in texts])
+        return [replace(batch.texts[0], stats=batch.stats) for batch in written]
+
+    def _ask(self, order: object) -> Any:
+        assert self._process.stdin is not None
+        try:
+            print(json.dumps(order), file=self._process.stdin, flush=True)
+            answer = self._answers.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            status = self._process.wait()
+            self._log.seek(0)
+            raise RuntimeError(
+                f"the engine process ended with status {status}; it said:\n"
+                f"{self._log.read()[-4000:]}"
+            )
+        return json.loads(answer)
 
 
 @dataclass(frozen=True)
@@ -64,81 +125,18 @@ class BatchJob:
     batches: list[Batch]
 
 
-@dataclass
-class Written:
-    """A text as it came. ``seconds[i]``: since the request was given, when ``counts[i]``
-    tokens were there; stats: what TokenSwift's counters grew by, empty on other engines;
-    logprobs: per position, token -> log probability, where the request asked for them."""
-
-    name: str
-    tokens: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    stats: dict[str, Any] = field(default_factory=dict)
-    logprobs: list[dict[int, float]] = field(default_factory=list)
-    text: str = ""
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of the decoding: the first token, which is the prompt's pass, is not counted."""
-        return (self.counts[-1] - self.counts[0]) / (self.seconds[-1] - self.seconds[0])
-
-
-@dataclass
-class WrittenBatch:
-    """A batch as it came: its texts, ``seconds`` of each since the batch was given.
-
-    stats: of the whole batch, see :class:`Written`; those of its texts are empty.
-    """
-
-    name: str
-    texts: list[Written]
-    stats: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of the decoding: from when every text had its first token until all had their last."""
-        begin = max(text.seconds[0] for text in self.texts)
-        end = max(text.seconds[-1] for text in self.texts)
-        before = sum(
-            max(n for n, at in zip(text.counts, text.seconds, strict=True) if at <= begin)
-            for text in self.texts
-        )
-        return (sum(len(text.tokens) for text in self.texts) - before) / (end - begin)
-
-
 def run(job: Job) -> list[Written]:
-    """Runs ``job`` in a new process. Raises RuntimeError with the end of what it printed."""
-    batches = [Batch(text.name, [text]) for text in job.texts]
-    written = _run(BatchJob(job.engine, batches), _WARM_UP_TOKENS)
-    return [replace(batch.texts[0], stats=batch.stats) for batch in written]
+    """Runs ``job`` in a new process, see :class:`EngineProcess`."""
+    with EngineProcess(job.engine) as engine:
+        engine.warm_up(job.texts)
+        return engine.write_texts(job.texts)
 
 
 def run_batches(job: BatchJob) -> list[WrittenBatch]:
     """The same for batches."""
-    return _run(job, _WARM_UP_TOKENS_OF_A_BATCH)
-
-
-def _run(job: BatchJob, warm_up_tokens: int) -> list[WrittenBatch]:
-    with tempfile.TemporaryDirectory() as folder:
-        given, result, log = (Path(folder) / name for name in ("job.json", "result.json", "log"))
-        given.write_text(json.dumps({**asdict(job), "warm_up_tokens": warm_up_tokens}))
-        with log.open("w") as errors:
-            # The progress bar is on standard output; vLLM's log is kept for a failure.
-            process = subprocess.run(
-                [sys.executable, "-m", __name__, str(given), str(result)],
-                stderr=errors,
-                env=_environment(),
-            )
-        if process.returncode != 0:
-            raise RuntimeError(
-                f"the engine process ended with status {process.returncode}; it said:\n"
-                f"{log.read_text()[-4000:]}"
-            )
-        return [
-            WrittenBatch(batch["name"], [_read(text) for text in batch["texts"]], batch["stats"])
-            for batch in json.loads(result.read_text())
-        ]
+    with EngineProcess(job.engine) as engine:
+        engine.warm_up_batches(job.batches)
+        return engine.write(job.batches)
 
 
 def _read(text: dict[str, Any]) -> Written:
@@ -163,91 +161,3 @@ def _environment() -> dict[str, str]:
         preloaded = environment.get("LD_PRELOAD")
         environment["LD_PRELOAD"] = f"{openmp}:{preloaded}" if preloaded else str(openmp)
     return environment
-
-
-def _write_all(job: BatchJob, warm_up_tokens: int) -> list[WrittenBatch]:
-    from vllm import LLM
-
-    llm = LLM(**job.engine)
-    speculates = (job.engine.get("speculative_config") or {}).get("method") == "tokenswift"
-    length = {"max_tokens": warm_up_tokens, "min_tokens": warm_up_tokens}
-    for batch in job.batches:
-        short = [replace(text, sampling={**text.sampling, **length}) for text in batch.texts]
-        _write(llm, Batch("warming up", short), speculates)
-    return [_write(llm, batch, speculates) for batch in job.batches]
-
-
-def _write(llm: Any, batch: Batch, speculates: bool) -> WrittenBatch:
-    from tqdm import tqdm
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    tokenizer = llm.get_tokenizer()
-    engine = llm.llm_engine
-    requests = []
-    for asked in batch.texts:
-        message = [{"role": "user", "content": asked.prompt}]
-        prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-        params = SamplingParams(
-            **asked.sampling, detokenize=False, output_kind=RequestOutputKind.DELTA
-        )
-        requests.append((prompt, params))
-    texts = [Written(asked.name) for asked in batch.texts]
-    before = _stats(llm) if speculates else {}
-    bar = tqdm(
-        total=sum(params.max_tokens for _, params in requests),
-        desc=batch.name,
-        unit=" tokens",
-        file=sys.stdout,
-        ncols=88,
-        # A log file gets a line now and then, a terminal a bar that moves.
-        mininterval=0.2 if sys.stdout.isatty() else 10,
-    )
-    start = time.perf_counter()
-    for index, (prompt, params) in enumerate(requests):
-        engine.add_request(str(index), prompt, params)
-    while engine.has_unfinished_requests():
-        outputs = engine.step()
-        now = time.perf_counter() - start
-        for output in outputs:
-            completion = output.outputs[0]
-            if not completion.token_ids:
-                continue
-            text = texts[int(output.request_id)]
-            text.tokens.extend(completion.token_ids)
-            text.counts.append(len(text.tokens))
-            text.seconds.append(now)
-            for at in completion.logprobs or ():
-                text.logprobs.append({token: entry.logprob for token, entry in at.items()})
-            bar.update(len(completion.token_ids))
-    bar.close()
-    for text in texts:
-        text.text = tokenizer.decode(text.tokens)
-    return WrittenBatch(batch.name, texts, _grown(before, _stats(llm)) if speculates else {})
-
-
-def _stats(llm: Any) -> dict[str, Any]:
-    # Every rank of a tensor-parallel group counts the same.
-    stats: dict[str, Any] = llm.collective_rpc("tokenswift_stats")[0]
-    return stats
-
-
-def _grown(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """What counters, and counters by name, have grown by."""
-    grown: dict[str, Any] = {}
-    for name, value in after.items():
-        if isinstance(value, dict):
-            grown[name] = _grown(before.get(name, {}), value)
-        else:
-            grown[name] = value - before.get(name, 0)
-    return grown
-
-
-if __name__ == "__main__":
-    raw = json.loads(Path(sys.argv[1]).read_text())
-    batches = [
-        Batch(batch["name"], [TextRequest(**text) for text in batch["texts"]])
-        for batch in raw["batches"]
-    ]
-    all_written = _write_all(BatchJob(raw["engine"], batches), raw["warm_up_tokens"])
-    Path(sys.argv[2]).write_text(json.dumps([asdict(written) for written in all_written]))

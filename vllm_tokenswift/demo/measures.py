@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_tokenswift.demo.engine_process import Written
+from vllm_tokenswift.demo.texts import Written
 from vllm_tokenswift.metrics import Stats
 
 
