@@ -4,8 +4,9 @@
 
 float32: every text must be identical; the exit status says so. bfloat16: logits have 8
 bits, so that two tokens often tie within rounding, and a pass over several rows rounds
-otherwise than a pass over one. TokenSwift drafts with the demo model's heads. The record holds the rate of prompts that differ and, for
-greedy texts, how far apart the two tokens' logits were at the first difference.
+otherwise than a pass over one. The record holds the rate of prompts that differ and, for
+greedy texts, how far apart the two tokens' logits were at the first difference. TokenSwift
+drafts with the demo model's heads.
 """
 
 from __future__ import annotations

@@ -11,7 +11,12 @@ from vllm_tokenswift.demo.texts import Batch, TextRequest
 
 
 def test_an_engine_is_kept_and_writes_what_it_is_asked_for(demo_model: Path) -> None:
-    engine = {"model": str(demo_model), "dtype": "float32", "max_model_len": 256}
+    engine = {
+        "model": str(demo_model),
+        "dtype": "float32",
+        "max_model_len": 256,
+        "enforce_eager": True,
+    }
     length = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
     rain, sea = (TextRequest(word, f"What is {word}?", length) for word in ("rain", "the sea"))
     with EngineProcess(engine) as kept:
