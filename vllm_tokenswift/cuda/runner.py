@@ -42,6 +42,13 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
         self.cudagraph_dispatcher = self.graphs
         # What vLLM itself takes for uniform are plain decodes; graphs for trees are ours.
         self.uniform_decode_query_len = 1
+        parallel = vllm_config.parallel_config
+        self.launches_ahead = (
+            parallel.data_parallel_size == 1  # ranks agree on the shape of every pass
+            and not parallel.use_ubatching
+            and not parallel.enable_eplb
+            and vllm_config.kv_transfer_config is None  # KV may come between two steps
+        )
         # Metadata of steps that replay a full graph, by (requests, rows).
         self._replayed: dict[tuple[int, int], tuple[Any, CommonAttentionMetadata]] = {}
 
@@ -88,6 +95,9 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
                 runtime_mode=str(CUDAGraphMode.FULL),
             )
         return CUDAGraphMode.FULL, shape, False, None, stat
+
+    def launches_at_once(self, mode: CUDAGraphMode) -> bool:
+        return mode is CUDAGraphMode.FULL
 
     def _step_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """A full graph reads buffers alone: of metadata only what they hold is made anew."""

@@ -4,7 +4,8 @@ The data's way through one step: ``_update_states`` (requests come and go) →
 ``_prepare_inputs`` (which drafts were scheduled: the plan; RoPE positions by
 depth) → ``_build_attention_metadata`` (trees) → vLLM's forward → ``_sample``
 (score, accept, move KV) → ``_bookkeeping_sync`` (commit) →
-``propose_draft_token_ids`` (draft the next trees).
+``propose_draft_token_ids`` (draft the next trees; on a GPU also launch their pass,
+``ahead.py``, which the hooks up to the forward then hand out).
 
 Everything that must follow a verify pass is done in ``_sample`` and
 ``_bookkeeping_sync``, never in the drafting hook: vLLM may skip that one.
@@ -13,18 +14,20 @@ Everything that must follow a verify pass is done in ``_sample`` and
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.distributed import get_tp_group
 from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_tokenswift.draft.state import DraftState
+from vllm_tokenswift.engine.ahead import PassAhead, PassesAhead
 from vllm_tokenswift.engine.cost_curve import (
     MakePass,
     Pass,
@@ -98,6 +101,8 @@ class TokenSwiftRunnerMixin(_Runner):
         self._dead_nodes: dict[str, frozenset[int]] = {}
         self._placeholders: set[str] = set()
         self._accepted: list[Accepted] = []
+        self.ahead = PassesAhead(self)
+        self._ready: PassAhead | None = None  # this step's pass, from its inputs to its forward
         self.recorder: Recorder | None = None
 
     # -- start-up ---------------------------------------------------------------
@@ -157,6 +162,8 @@ class TokenSwiftRunnerMixin(_Runner):
     # -- requests come and go ---------------------------------------------------
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        if not scheduler_output.total_num_scheduled_tokens:
+            self.ahead.drop()
         return super().execute_model(self._without_placeholders(scheduler_output), *args, **kwargs)
 
     def _without_placeholders(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
@@ -230,10 +237,13 @@ class TokenSwiftRunnerMixin(_Runner):
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
     ) -> Any:
-        self._plan = self._make_plan(scheduler_output, num_scheduled_tokens)
-        self._dead_nodes = {}
+        self._ready = self.ahead.take(scheduler_output, num_scheduled_tokens)
+        if self._ready is not None:
+            return self._ready.inputs
+        drafts = scheduler_output.scheduled_spec_decode_tokens
         if num_scheduled_tokens.max() <= 1 + self.num_spec_tokens:
-            return self.step_inputs.fill(num_scheduled_tokens, self._plan)
+            return self.lay_out(drafts, num_scheduled_tokens)
+        self._plan, self._dead_nodes = self._make_plan(drafts, num_scheduled_tokens), {}
         self.step_inputs.forget_tables()
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         for rows in self._plan.branching:
@@ -243,6 +253,18 @@ class TokenSwiftRunnerMixin(_Runner):
             self.positions[rows.root_row : stop].copy_(positions, non_blocking=True)
         return prepared
 
+    def lay_out(self, drafts: Mapping[str, list[int]], num_rows: np.ndarray) -> Any:
+        """The inputs of a step of decodes, as ``_prepare_inputs`` returns them.
+
+        drafts: of each request that has any; num_rows: int32 ``[requests]``, query rows.
+        """
+        self._plan, self._dead_nodes = self._make_plan(drafts, num_rows), {}
+        return self.step_inputs.fill(num_rows, self._plan)
+
+    def take_back(self, trees: Mapping[str, DraftTree]) -> None:
+        """Trees of a step that did not come: the next may still bring them."""
+        self._trees.update((r, tree) for r, tree in trees.items() if r in self.request_states)
+
     def _calc_spec_decode_metadata(
         self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
     ) -> SpecDecodeMetadata:
@@ -251,9 +273,8 @@ class TokenSwiftRunnerMixin(_Runner):
         return logits_layout(indices, num_draft_tokens)
 
     def _make_plan(
-        self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
+        self, drafts: Mapping[str, list[int]], num_scheduled_tokens: np.ndarray
     ) -> VerifyPlan:
-        drafts = scheduler_output.scheduled_spec_decode_tokens
         if not drafts:
             return NO_TREES
         trees = []
@@ -275,6 +296,8 @@ class TokenSwiftRunnerMixin(_Runner):
         return VerifyPlan(tuple(trees))
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        if self._ready is not None:
+            return self._ready.metadata
         metadata, common = self._step_metadata(*args, **kwargs)
         if self._plan.branching:
             num_reqs = self.input_batch.num_reqs
@@ -286,6 +309,10 @@ class TokenSwiftRunnerMixin(_Runner):
                 self._block_table(),
             )
         return metadata, common
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        ready, self._ready = self._ready, None
+        return super()._model_forward(*args, **kwargs) if ready is None else ready.output
 
     def _step_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's metadata of the step, in which all requests are chains."""
@@ -407,6 +434,21 @@ class TokenSwiftRunnerMixin(_Runner):
         trees = self.drafting.draft(requests, hidden_states, num_undrafted)
         if self.recorder is not None:
             self.recorder.drafted({r.req_id: r.state.draft for r in requests}, trees)
-        self._trees.update((r.req_id, tree) for r, tree in zip(requests, trees, strict=True))
-        drafts = {r.req_id: t.tokens.tolist() for r, t in zip(requests, trees, strict=True)}
+        drafted = {r.req_id: tree for r, tree in zip(requests, trees, strict=True)}
+        self._trees.update(drafted)
+        if self.launches_ahead:
+            self.ahead.launch(drafted)
+        drafts = {req_id: tree.tokens.tolist() for req_id, tree in drafted.items()}
         return [drafts.get(req_id, []) for req_id in self.input_batch.req_ids]
+
+    # -- the next step, ahead of its schedule ---------------------------------------
+
+    launches_ahead = False  # where passes run by themselves, once launched
+
+    def launches_at_once(self, mode: CUDAGraphMode) -> bool:
+        """Whether a pass that runs so is launched in less time than vLLM takes for a step."""
+        return True
+
+    def accepted_tokens(self, batch_row: int) -> list[int]:
+        """What the current step accepted of a request, the bonus token last."""
+        return self._accepted[batch_row].tokens

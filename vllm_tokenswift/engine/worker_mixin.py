@@ -18,6 +18,20 @@ class TokenSwiftWorkerMixin(_Worker):
         self.model_runner.start_drafting()
         return times
 
+    # What changes the model or its cache between steps: a pass ahead was made with the old.
+
+    def sleep(self, *args: Any, **kwargs: Any) -> None:
+        self.model_runner.ahead.drop()
+        super().sleep(*args, **kwargs)
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        self.model_runner.ahead.drop()
+        super().reload_weights(*args, **kwargs)
+
+    def update_weights(self, *args: Any, **kwargs: Any) -> None:
+        self.model_runner.ahead.drop()
+        super().update_weights(*args, **kwargs)
+
     def shutdown(self) -> None:
         # An engine within the caller's process is told of the last request's end by no step.
         runner = self.model_runner

@@ -1,0 +1,132 @@
+"""Verify passes launched before their step is scheduled, as on a GPU; here on the CPU's engine.
+
+There a pass is over when its launch returns, so nothing is gained; but whatever could go wrong
+with what a pass ahead writes, and with steps that come otherwise, goes wrong here as well.
+"""
+
+from __future__ import annotations
+
+import pytest
+from engine_kit import engine, generate, prompt_of, runner_of, tokenswift
+from vllm import SamplingParams
+
+from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
+
+PENALTY = {"penalty_theta": 1.3, "penalty_window": 64}
+
+
+@pytest.fixture
+def runs_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TokenSwiftRunnerMixin, "launches_ahead", True)
+
+
+def params_of(max_tokens: int, seed: int) -> SamplingParams:
+    kinds = [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "min_p": 0.1, "extra_args": PENALTY},
+        {"temperature": 0.0, "extra_args": {"tokenswift": False}},
+    ]
+    return SamplingParams(
+        **kinds[seed % len(kinds)], seed=seed, max_tokens=max_tokens, ignore_eos=True
+    )
+
+
+PROMPTS = [prompt_of(7 + 9 * i, seed=i) for i in range(11)]
+PARAMS = [params_of(40 + 23 * (i % 4), i) for i in range(11)]
+
+
+def steps(llm, arrivals, aborts=None):
+    """Steps an engine; requests arrive, and are aborted, at given steps (step -> request)."""
+    core, written, ids = llm.llm_engine, {}, {}
+    for step in range(2000):
+        if step in arrivals:
+            i = arrivals[step]
+            ids[i] = core.add_request(str(i), PROMPTS[i], PARAMS[i])
+        if step in (aborts or {}):
+            core.abort_request([ids[aborts[step]]], internal=True)
+        for output in core.step():
+            written[int(output.request_id)] = list(output.outputs[0].token_ids)
+        if step > max(arrivals) and not core.has_unfinished_requests():
+            break
+    return [written[i] for i in sorted(written)]
+
+
+def plain_texts(model, prompts, params):
+    processor = "vllm_tokenswift.sampling.processors:WindowedPenalty"
+    with engine(model, logits_processors=[processor]) as llm:
+        return generate(llm, prompts, params)
+
+
+def test_texts_are_plain_vllm_s_while_requests_come_and_go(tiny_model, runs_ahead):
+    """More requests than the batch holds, of different lengths; each also alone."""
+    plain = plain_texts(tiny_model, PROMPTS, PARAMS)
+    with engine(tiny_model, **tokenswift()) as llm:
+        stats = runner_of(llm).stats
+        assert [generate(llm, [p], s)[0] for p, s in zip(PROMPTS, PARAMS, strict=True)] == plain
+        # Alone, all passes but a prompt's own and the last are foreseen.
+        assert stats.num_passes_ahead > 0.8 * (stats.num_iterations - 3 * len(PROMPTS))
+        assert stats.num_passes_dropped == 0
+        assert stats.tokens_moved > 0, "no side branch was ever accepted"
+        assert generate(llm, PROMPTS, PARAMS) == plain
+
+
+def test_texts_are_plain_vllm_s_when_requests_arrive_unforeseen(tiny_model, runs_ahead):
+    plain = plain_texts(tiny_model, PROMPTS, PARAMS)
+    with engine(tiny_model, **tokenswift()) as llm:
+        written = steps(llm, {7 * i: i for i in range(len(PROMPTS))})
+        assert written == plain
+        assert runner_of(llm).stats.num_passes_dropped > 0
+
+
+def test_draft_passes_and_heads_may_come_between(tiny_model, runs_ahead):
+    plain = plain_texts(tiny_model, PROMPTS[:5], PARAMS[:5])
+    options = tokenswift(self_draft="always", budget_tokens=64, refresh_tokens=8)
+    with engine(tiny_model, **options) as llm:
+        assert generate(llm, PROMPTS[:5], PARAMS[:5]) == plain
+        assert runner_of(llm).stats.num_draft_passes > 0
+        assert runner_of(llm).stats.num_passes_ahead > 0
+
+
+def test_a_text_that_stops_by_itself_leaves_nothing_behind(tiny_model, runs_ahead):
+    """What comes after the text's end, and after the pass ahead of it, is as if it had not been."""
+    [text] = plain_texts(tiny_model, PROMPTS[:1], [params_of(60, 0)])
+    stop = params_of(60, 0)
+    stop.stop_token_ids = [text[30]]
+    with engine(tiny_model, **tokenswift()) as llm:
+        [stopped] = generate(llm, PROMPTS[:1], stop)
+        assert stopped == text[: text.index(text[30]) + 1]
+        assert generate(llm, PROMPTS[:1], params_of(60, 0)) == [text]
+
+
+def test_a_request_that_is_aborted_leaves_the_others_as_they_are(tiny_model, runs_ahead):
+    plain = plain_texts(tiny_model, PROMPTS[:3], PARAMS[:3])
+    with engine(tiny_model, **tokenswift()) as llm:
+        assert steps(llm, {0: 0, 1: 1, 2: 2}, aborts={9: 1}) == [plain[0], plain[2]]
+        assert runner_of(llm).stats.num_passes_dropped > 0
+
+
+def test_small_caches_and_long_texts(tiny_model, runs_ahead):
+    """Requests are preempted and resumed; texts end at the model's length."""
+    cramped = {"num_gpu_blocks_override": 14, "max_model_len": 256, "max_num_seqs": 4}
+    params = [params_of(300, i) for i in range(4)]
+    processor = "vllm_tokenswift.sampling.processors:WindowedPenalty"
+    with engine(tiny_model, logits_processors=[processor], max_model_len=256) as llm:
+        plain = generate(llm, PROMPTS[:4], params)
+    with engine(tiny_model, **tokenswift(), **cramped) as llm:
+        assert generate(llm, PROMPTS[:4], params) == plain
+
+
+def test_a_model_that_changes_between_steps_is_asked_again(tiny_model, runs_ahead):
+    with engine(tiny_model, **tokenswift()) as llm:
+        core, runner = llm.llm_engine, runner_of(llm)
+        core.add_request("0", PROMPTS[0], params_of(60, 0))
+        for _ in range(6):
+            core.step()
+        before = runner.stats.num_passes_dropped
+        llm.collective_rpc("reload_weights")
+        assert runner.stats.num_passes_dropped == before + 1
+        written = []
+        while core.has_unfinished_requests():
+            for output in core.step():
+                written = list(output.outputs[0].token_ids)
+    assert [written] == plain_texts(tiny_model, PROMPTS[:1], [params_of(60, 0)])
