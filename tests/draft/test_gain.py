@@ -24,6 +24,17 @@ def test_priors_give_the_measured_accepted_lengths(length: int, accepted: float)
     assert expected == pytest.approx(accepted, rel=0.25)
 
 
+def test_matches_of_sampled_text_are_trusted_less_until_they_prove_themselves() -> None:
+    likeliest, sampled = GainModel(), GainModel(sampled=True)
+    cell = likeliest.continued_match_cells()[5]
+    assert sampled.rates[cell] < 0.75 * likeliest.rates[cell]
+    for _ in range(12):
+        sampled.observe(cell, True)
+    assert sampled.rates[cell] > likeliest.rates[cell]
+    ngram = likeliest.ngram_cell(3, 0.5, 1)
+    assert sampled.rates[ngram] == likeliest.rates[ngram]
+
+
 def test_a_cell_follows_what_is_observed_and_forgets_within_a_hundred_observations() -> None:
     gains = GainModel()
     cell = gains.continued_match_cells()[2]

@@ -75,7 +75,7 @@ def test_a_tree_counts_with_what_was_decided_and_spent_for_it(tmp_path: Path) ->
 
     recording, planner, stats = recorder(tmp_path)
     state = DraftState()
-    recording.start("a", [5, 6])
+    recording.start("a", [5, 6], sampled=False)
     recording.iteration("a", EMPTY_TREE, [], [7], 1)
     state.candidates(HeadCandidates([[8]], [[0.5]], free=False), 4)
     planner.decisions["self_draft_probe"] += 1
@@ -105,15 +105,16 @@ def test_a_tree_counts_with_what_was_decided_and_spent_for_it(tmp_path: Path) ->
 def test_an_id_that_comes_again_gets_a_file_of_its_own(tmp_path: Path) -> None:
     recording, _, _ = recorder(tmp_path)
     for tokens in ([1], [2, 3]):
-        recording.start("a", tokens)
+        recording.start("a", tokens, sampled=True)
         recording.iteration("a", EMPTY_TREE, [], [9], 1)
         recording.finish("a")
     assert [record.token_ids for record in written(tmp_path)] == [[2, 3, 9], [1, 9]]
+    assert all(record.sampled for record in written(tmp_path))
 
 
 def test_a_request_that_wrote_nothing_leaves_no_record(tmp_path: Path) -> None:
     recording, _, _ = recorder(tmp_path)
-    recording.start("a", [1])
+    recording.start("a", [1], sampled=False)
     recording.finish_all()
     assert written(tmp_path) == []
 
@@ -127,7 +128,7 @@ def test_a_request_s_id_cannot_name_a_file_elsewhere(req_id: str, tmp_path: Path
 
 def test_a_disk_that_fails_does_not_end_the_engine(tmp_path: Path) -> None:
     recording, _, _ = recorder(tmp_path / "gone")
-    recording.start("a", [1])
+    recording.start("a", [1], sampled=False)
     recording.iteration("a", EMPTY_TREE, [], [9], 1)
     recording.finish("a")
     assert not (tmp_path / "gone").exists()

@@ -42,17 +42,17 @@ class DraftState:
     next tree.
 
     n, k: see :class:`NgramTable`. max_match: see :class:`SuffixIndex`; 0 switches suffix
-    matching off.
+    matching off. sampled: see :class:`GainModel`.
 
     ``last_heads``: what heads were among the candidates last asked for, which are those
     that the current drafts were taken from. ``head_passes``: passes that free heads took
     lately, on average.
     """
 
-    def __init__(self, n: int = 4, k: int = 20, max_match: int = 16) -> None:
+    def __init__(self, n: int = 4, k: int = 20, max_match: int = 16, sampled: bool = False) -> None:
         self.table = NgramTable(n, k)
         self.suffix = SuffixIndex(max_match) if max_match else None
-        self.gains = GainModel()
+        self.gains = GainModel(sampled=sampled)
         self.self_draft = SourceGain(SELF_DRAFT_PRIOR)
         self.free_heads = SourceGain(FREE_HEADS_PRIOR, FREE_HEADS_PRIOR_WEIGHT)
         self.head_passes = 1.0

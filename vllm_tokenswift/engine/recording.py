@@ -36,6 +36,7 @@ class _Running:
 
     prompt_len: int
     token_ids: list[int]
+    sampled: bool
     drafted: _Drafted | None = field(default_factory=lambda: _Drafted((PROMPT,)))
     iterations: list[Iteration] = field(default_factory=list)
 
@@ -58,9 +59,10 @@ class Recorder:
         self._seen_passes = stats.num_draft_passes
         self._running: dict[str, _Running] = {}
 
-    def start(self, req_id: str, tokens: Sequence[int]) -> None:
-        """A request comes; tokens: its prompt and whatever output it brings along."""
-        self._running[req_id] = _Running(len(tokens), list(tokens))
+    def start(self, req_id: str, tokens: Sequence[int], sampled: bool) -> None:
+        """A request comes; tokens: its prompt and whatever output it brings along; sampled:
+        more of it will be drawn, not its likeliest."""
+        self._running[req_id] = _Running(len(tokens), list(tokens), sampled)
 
     def drafted(self, states: Mapping[str, DraftState], trees: Sequence[DraftTree]) -> None:
         """A step has drafted; states: of the requests it drafted for, in the trees' order."""
@@ -127,6 +129,7 @@ class Recorder:
             self._planner.cost,
             self._options,
             running.iterations,
+            running.sampled,
         )
         try:
             _write_new(self.folder, file_stem(req_id), record.to_json())

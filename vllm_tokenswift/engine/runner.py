@@ -197,7 +197,8 @@ class TokenSwiftRunnerMixin(_Runner):
         self.scorer.add(req_id, params, prompt, request.output_token_ids, request.generator)
         options = self.options
         table = self.draft_table()
-        draft = DraftState(options.ngram_n, options.ngram_k, options.suffix_max_match)
+        sampled = params.temperature > 0
+        draft = DraftState(options.ngram_n, options.ngram_k, options.suffix_max_match, sampled)
         draft.extend(prompt)
         draft.extend(request.output_token_ids)
         self.request_states[req_id] = RequestState(
@@ -208,7 +209,7 @@ class TokenSwiftRunnerMixin(_Runner):
             max_output_tokens=params.max_tokens or self.max_model_len,
         )
         if self.recorder is not None:
-            self.recorder.start(req_id, [*prompt, *request.output_token_ids])
+            self.recorder.start(req_id, [*prompt, *request.output_token_ids], sampled)
 
     def draft_table(self) -> DraftBlockTable:
         """The draft block table of a new request."""

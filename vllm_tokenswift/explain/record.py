@@ -15,7 +15,7 @@ from vllm_tokenswift.draft.state import DraftState
 from vllm_tokenswift.options import TokenSwiftOptions
 from vllm_tokenswift.tree import BySource, Source
 
-FORMAT = 1
+FORMAT = 2
 
 NO_NODES: BySource = (0,) * len(Source)
 PROMPT = "prompt"
@@ -63,7 +63,8 @@ class Record:
     """A finished generation.
 
     token_ids: prompt and output; the last iteration's tokens may reach past the place where
-    the request was stopped. options: what the engine ran with.
+    the request was stopped. options: what the engine ran with. sampled: its tokens were drawn
+    (temperature above 0).
 
     Raises ValueError where the parts do not fit together.
     """
@@ -74,6 +75,7 @@ class Record:
     cost: CostModel
     options: TokenSwiftOptions
     iterations: list[Iteration] = field(default_factory=list)
+    sampled: bool = False
 
     def __post_init__(self) -> None:
         position = self.prompt_len
@@ -93,7 +95,7 @@ class Record:
     def draft_state(self) -> DraftState:
         """A state of the request before any token, with the indexes that it ran with."""
         options = self.options
-        return DraftState(options.ngram_n, options.ngram_k, options.suffix_max_match)
+        return DraftState(options.ngram_n, options.ngram_k, options.suffix_max_match, self.sampled)
 
     def to_json(self) -> str:
         return json.dumps(
@@ -101,6 +103,7 @@ class Record:
                 "format": FORMAT,
                 "request_id": self.request_id,
                 "prompt_len": self.prompt_len,
+                "sampled": self.sampled,
                 "token_ids": self.token_ids,
                 "cost": json.loads(self.cost.to_json()),
                 "plan": self.options.plan,
@@ -138,6 +141,7 @@ class Record:
                 cost=CostModel.from_json(json.dumps(raw["cost"])),
                 options=TokenSwiftOptions.from_dict(raw["options"]),
                 iterations=_rows(raw["iterations"]),
+                sampled=bool(raw["sampled"]),
             )
         except KeyError as error:
             raise ValueError(f"{error} is missing") from error
