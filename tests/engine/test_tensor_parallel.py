@@ -19,6 +19,7 @@ from vllm_tokenswift.heads.writing import write_own
 
 def conditioned_heads(model: Path, out: Path) -> Path:
     """Untrained, but for weights that let every head say something of its own."""
+    out.mkdir()
     config = AutoConfig.from_pretrained(model)
     torch.manual_seed(0)
     heads = DraftHeads(

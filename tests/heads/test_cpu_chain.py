@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from vllm_tokenswift.heads import cpu_chain
-from vllm_tokenswift.heads.cpu_chain import PATHS, TOP, CpuHeadChain, HeadNoise
+from vllm_tokenswift.heads.cpu_chain import PATHS, TOP, CpuHeadChain, HeadNoise, LogitScales
 from vllm_tokenswift.heads.model import DraftHeads
 from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
 from vllm_tokenswift.sampling.noise import SeedDraws
@@ -41,6 +41,15 @@ def made(hidden, width, vocabulary, num_heads=3):
     return heads, lm_rows, embeddings
 
 
+def bits(embedded):
+    return embedded.bfloat16().view(torch.int16).numpy()
+
+
+def same(vocabulary, scale=1.0):
+    """The same scale for all logits."""
+    return LogitScales(np.zeros(vocabulary, np.uint8), scale, scale, scale)
+
+
 def chances_of(heads, lm_rows, level, state, embedded, scales, noise):
     """By torch: the new state, and float64 ``[vocabulary]``."""
     state, read = heads.step(level, state[None], embedded[None])
@@ -60,7 +69,16 @@ def test_the_rows_are_those_of_the_modules_along_the_same_paths(hidden, width, v
     generator = torch.Generator().manual_seed(1)
     count = 5
     start = torch.randn(count, hidden, generator=generator) * 3
-    scales = torch.rand(count, 2, vocabulary, generator=generator) + 0.5
+    marks = torch.rand(count, vocabulary, generator=generator) < 0.3
+    numbers = torch.rand(count, 3, generator=generator) + 0.5
+    given = [
+        LogitScales(mark.to(torch.uint8).numpy(), *three)
+        for mark, three in zip(marks, numbers.tolist(), strict=True)
+    ]
+    outside, positive, negative = (column[:, None] for column in numbers.unbind(1))
+    scales = torch.stack(
+        [torch.where(marks, positive, outside), torch.where(marks, negative, outside)], dim=1
+    )  # [requests, 2, vocabulary], of positive and of negative logits
     # One request has no path at all, another two.
     starts = [(0, 1.0), (1, 0.9), (3, 0.7), (3, 0.3), (4, 1.0)]
     embedded = torch.randn(len(starts), hidden, generator=generator).bfloat16().float()
@@ -73,8 +91,8 @@ def test_the_rows_are_those_of_the_modules_along_the_same_paths(hidden, width, v
     levels = CpuHeadChain(heads, lm_rows, embeddings).descend(
         start,
         starts,
-        embedded,
-        scales,
+        bits(embedded),
+        given,
         [n and HeadNoise([n[0].key_at(level) for level in range(3)], n[1]) for n in noises],
         0.05,
     )
@@ -115,7 +133,7 @@ def test_the_rows_are_those_of_the_modules_along_the_same_paths(hidden, width, v
 def test_the_best_paths_are_followed_and_no_others():
     heads, lm_rows, embeddings = made(64, 96, 16)
     chain = CpuHeadChain(heads, lm_rows * 0.3, embeddings)
-    arguments = torch.randn(1, 64), [(0, 1.0)], torch.randn(1, 64).bfloat16(), torch.ones(1, 2, 16)
+    arguments = torch.randn(1, 64), [(0, 1.0)], bits(torch.randn(1, 64)), [same(16)]
     levels = [rows.copy() for rows in chain.descend(*arguments, [None], 0.0)]
     assert len(levels) == 3
     for above, rows in pairwise(levels):
@@ -130,7 +148,7 @@ def test_of_equals_the_one_that_comes_first_is_ahead():
     heads, lm_rows, embeddings = made(64, 96, 32)
     lm_rows[:] = lm_rows[0]
     [rows] = CpuHeadChain(heads, lm_rows, embeddings).descend(
-        torch.randn(1, 64), [(0, 1.0)], torch.randn(1, 64), torch.ones(1, 2, 32), [None], 0.5
+        torch.randn(1, 64), [(0, 1.0)], bits(torch.randn(1, 64)), [same(32)], [None], 0.5
     )
     assert rows["tokens"].tolist() == [heads.vocabulary[:TOP].tolist()]
     assert np.allclose(rows["chances"], 1 / 32)
@@ -142,8 +160,8 @@ def test_where_the_noise_counts_tokens_far_below_the_likeliest_are_not_offered()
     [rows] = CpuHeadChain(heads, lm_rows, embeddings).descend(
         torch.randn(1, 64),
         [(0, 1.0)],
-        torch.randn(1, 64),
-        torch.full((1, 2, 32), 1e4),
+        bits(torch.randn(1, 64)),
+        [same(32, 1e4)],
         [noise],
         1.1,
     )
@@ -154,7 +172,8 @@ def test_where_the_noise_counts_tokens_far_below_the_likeliest_are_not_offered()
 SCRIPT = """
 import json, sys, torch
 torch.set_num_threads(int(sys.argv[1]))
-from vllm_tokenswift.heads.cpu_chain import CpuHeadChain
+import numpy as np
+from vllm_tokenswift.heads.cpu_chain import CpuHeadChain, LogitScales
 from vllm_tokenswift.heads.model import DraftHeads
 torch.manual_seed(0)
 heads = DraftHeads("conditioned", 3, 64, 1e-5, 96, vocabulary=torch.arange(500))
@@ -162,9 +181,9 @@ for layer in heads.layers:
     torch.nn.init.normal_(layer.down.weight)
 chain = CpuHeadChain(heads, torch.randn(500, 64), torch.randn(500, 64))
 starts = [(request, 1.0) for request in range(16)]
-levels = chain.descend(
-    torch.randn(16, 64), starts, torch.randn(16, 64), torch.ones(16, 2, 500), [None] * 16, 0.0
-)
+states, embedded = torch.randn(16, 64), torch.randn(16, 64).bfloat16().view(torch.int16).numpy()
+scales = [LogitScales(np.zeros(500, np.uint8), 1.0, 1.0, 1.0)] * 16
+levels = chain.descend(states, starts, embedded, scales, [None] * 16, 0.0)
 names = ("above", "tokens", "chances")
 print(json.dumps([{name: rows[name].tolist() for name in names} for rows in levels]))
 """

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm_tokenswift.draft.foresight import noise_power
 from vllm_tokenswift.engine.descent import Embed, FoundRow, Start
-from vllm_tokenswift.heads.cpu_chain import MAX_ROWS, PATHS, CpuHeadChain, HeadNoise
+from vllm_tokenswift.heads.cpu_chain import (
+    MAX_ROWS,
+    PATHS,
+    CpuHeadChain,
+    HeadNoise,
+    LogitScales,
+)
 from vllm_tokenswift.heads.model import DraftHeads
 from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
 from vllm_tokenswift.sampling.noise import SeedDraws
@@ -33,7 +40,9 @@ class CPUDescent:
         embed: Embed,
         least_chance: float,
     ) -> None:
-        self._chain = CpuHeadChain(heads, lm_rows, embed(part.tokens))
+        embeddings = embed(part.tokens).to(torch.bfloat16)
+        self._chain = CpuHeadChain(heads, lm_rows, embeddings)
+        self._embeddings = _bits(embeddings)  # [part, hidden]
         self._num_heads = heads.num_heads
         self._part, self._embed = part, embed
         self._least_chance = least_chance
@@ -57,12 +66,29 @@ class CPUDescent:
         self._levels = self._chain.descend(
             hidden,
             [(start.request, start.chance) for start in starts],
-            self._embed(torch.tensor([start.token for start in starts])),
-            self._part.scales(states),
+            self._embedded(starts),
+            [self._scales(state) for state in states],
             noises,
             self._least_chance,
         )
         return True
+
+    def _embedded(self, starts: Sequence[Start]) -> npt.NDArray[np.int16]:
+        """``[starts, hidden]``. Most tokens are of the part: their rows are at hand, and every
+        torch operation right after a pass of the model takes long (its code is out of cache)."""
+        rows = np.empty((len(starts), self._embeddings.shape[1]), np.int16)
+        for row, start in zip(rows, starts, strict=True):
+            place = self._part.place(start.token)
+            if place < len(self._embeddings):
+                row[:] = self._embeddings[place]
+            else:
+                embedded = self._embed(torch.tensor([start.token]))
+                row[:] = _bits(embedded.to(torch.bfloat16))[0]
+        return rows
+
+    def _scales(self, state: RequestState) -> LogitScales:
+        outside, positive, negative = map(float, self._part.scales_of(state))
+        return LogitScales(self._part.in_window(state), outside, positive, negative)
 
     def found(self) -> list[list[FoundRow]]:
         found: list[list[FoundRow]] = []
@@ -78,10 +104,16 @@ class CPUDescent:
         return HeadNoise(keys, noise_power(state.cuts_unlikely))
 
     def alone(self) -> object:
-        scales = torch.ones(1, 2, len(self._part.tokens))
-        start = self._embed(self._part.tokens[:1])
+        scales = LogitScales(np.zeros(len(self._part.tokens), np.uint8), 1.0, 1.0, 1.0)
+        start = self._embeddings[:1]
         impossible = 2.0  # no path is followed
-        return self._chain.descend(self._alone, [(0, 1.0)], start, scales, [None], impossible)
+        return self._chain.descend(self._alone, [(0, 1.0)], start, [scales], [None], impossible)
+
+
+def _bits(tensor: torch.Tensor) -> npt.NDArray[np.int16]:
+    """A bfloat16 tensor's, which numpy has no type for."""
+    bits: npt.NDArray[np.int16] = tensor.detach().contiguous().view(torch.int16).numpy()
+    return bits
 
 
 def _row(above: int, place: int, tokens: list[int], chances: list[float]) -> FoundRow:

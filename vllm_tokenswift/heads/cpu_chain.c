@@ -46,7 +46,8 @@ typedef struct {
 
 /* A request's constraints and noise. */
 typedef struct {
-    const float *scales;  /* [2][vocabulary]: what positive and negative logits are multiplied by */
+    const uint8_t *in_window;            /* [vocabulary], 1 for the penalty's tokens */
+    float outside, positive, negative;   /* what logits are multiplied by: of others, of these */
     const uint64_t *keys; /* [num_heads]: of the noise at the position of each head's token */
     float noise_power;    /* how far the noise counts, 0 where nothing is known of it */
 } Request;
@@ -229,12 +230,15 @@ static void pass(const Chain *chain, int level, const Request *requests, int num
 #pragma omp for schedule(static)
         for (int c = 0; c < CHUNKS; c++) {
             for (int r = 0; r < num_rows; r++) {
-                const float *positive = requests[rows[r].request].scales;
-                const float *negative = positive + vocabulary;
+                const Request *request = &requests[rows[r].request];
+                const uint8_t *in_window = request->in_window;
+                const float outside = request->outside, positive = request->positive;
+                const float negative = request->negative;
                 float *row = logits + (size_t)r * vocabulary;
                 float largest = -INFINITY;
                 for (int i = start_of(c, vocabulary); i < start_of(c + 1, vocabulary); i++) {
-                    row[i] *= row[i] > 0 ? positive[i] : negative[i];
+                    const float inside = row[i] > 0 ? positive : negative;
+                    row[i] *= in_window[i] ? inside : outside;
                     if (row[i] > largest) largest = row[i];
                 }
                 found[c][r].largest = largest;

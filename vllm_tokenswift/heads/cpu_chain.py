@@ -69,7 +69,10 @@ class _Chain(ctypes.Structure):
 
 class _Request(ctypes.Structure):
     _fields_ = (
-        ("scales", ctypes.c_void_p),
+        ("in_window", ctypes.c_void_p),
+        ("outside", ctypes.c_float),
+        ("positive", ctypes.c_float),
+        ("negative", ctypes.c_float),
         ("keys", ctypes.c_void_p),
         ("noise_power", ctypes.c_float),
     )
@@ -100,6 +103,20 @@ class HeadNoise:
 
     keys: Sequence[int]
     power: float
+
+
+@dataclass(frozen=True)
+class LogitScales:
+    """What a request's logits are multiplied by.
+
+    in_window: uint8 ``[vocabulary of the heads]``, 1 for the tokens of the penalty's window.
+    outside: of the others. positive, negative: of those in it, by the logit's sign.
+    """
+
+    in_window: npt.NDArray[np.uint8]
+    outside: float
+    positive: float
+    negative: float
 
 
 class CpuHeadChain:
@@ -157,8 +174,8 @@ class CpuHeadChain:
         self,
         hidden: torch.Tensor,
         starts: Sequence[tuple[int, float]],
-        embedded: torch.Tensor,
-        scales: torch.Tensor,
+        embedded: npt.NDArray[np.int16],
+        scales: Sequence[LogitScales],
         noises: Sequence[HeadNoise | None],
         least_chance: float,
     ) -> list[npt.NDArray[Any]]:
@@ -167,8 +184,8 @@ class CpuHeadChain:
 
         hidden: ``[requests, hidden]``, what head 0 starts from. starts: paths' requests, in
         order and at most :data:`PATHS` of each, and chances. embedded: ``[starts, hidden]``,
-        of their tokens. scales: float32 ``[requests, 2, vocabulary of the heads]``, what
-        positive and negative logits are multiplied by. noises: by request; None: not looked at.
+        the bits of their tokens' embeddings in bfloat16. scales, noises: by request; None: the
+        noise is not looked at.
 
         Returns for each head that had paths its rows, of :data:`ROW`: request, place in the
         level above (of the request, for the first head) and among that row's tokens, chance
@@ -177,13 +194,14 @@ class CpuHeadChain:
         scaled logits; with it they are in proportion to q / E^power, E the token's noise.
         """
         assert len(noises) * PATHS <= MAX_ROWS
-        assert scales.dtype == torch.float32
-        states, scales = hidden.float().contiguous(), scales.contiguous()
-        start_tokens = embedded.to(torch.bfloat16).contiguous()
+        states = hidden.float().contiguous()
+        assert embedded.flags.c_contiguous
         keys = np.zeros((len(noises), len(self._heads)), np.uint64)
         requests = (_Request * len(noises))()
-        for index, noise in enumerate(noises):
-            requests[index].scales = scales[index].data_ptr()
+        for index, (scale, noise) in enumerate(zip(scales, noises, strict=True)):
+            requests[index].in_window = scale.in_window.ctypes.data
+            requests[index].outside = scale.outside
+            requests[index].positive, requests[index].negative = scale.positive, scale.negative
             requests[index].keys = keys[index].ctypes.data
             if noise is not None:
                 keys[index] = np.array(noise.keys, np.uint64)
@@ -196,7 +214,7 @@ class CpuHeadChain:
             ctypes.byref(self._chain),
             requests,
             ctypes.c_void_p(states.data_ptr()),
-            ctypes.c_void_p(start_tokens.data_ptr()),
+            ctypes.c_void_p(embedded.ctypes.data),
             ctypes.c_float(least_chance),
             ctypes.c_void_p(self._work.ctypes.data),
             ctypes.c_void_p(self._rows.ctypes.data),

@@ -39,6 +39,17 @@ class DraftVocabulary:
         places: npt.NDArray[np.int64] = self._place[tokens]
         return places[places < len(self.tokens)]
 
+    def place(self, token: int) -> int:
+        """Where a token stands in the part; its length for one outside."""
+        return int(self._place[token])
+
+    def in_window(self, state: RequestState) -> npt.NDArray[np.uint8]:
+        """uint8 ``[part]``, 1 for the tokens of the penalty's window."""
+        marks = np.zeros(len(self.tokens) + 1, np.uint8)
+        if state.window is not None:
+            marks[self._place[state.window.tokens]] = 1
+        return marks[:-1]
+
     @staticmethod
     def scales_of(state: RequestState) -> tuple[np.float32, np.float32, np.float32]:
         """What logits are multiplied by: those outside of the window, and the positive and the
