@@ -110,7 +110,7 @@ def _add_train(subparsers: Any) -> None:
     distill.add_argument("--prompts", help="text file with one prompt on each line")
     distill.add_argument("--text-tokens", type=int, default=2048, help="the most of one text")
     distill.add_argument(
-        "--texts-per-round", type=int, default=64, help="texts written and kept together"
+        "--texts-per-round", type=int, default=256, help="the most texts written together"
     )
     distill.add_argument(
         "--engine", type=_json_object, default={}, help="further arguments of vLLM's LLM, as JSON"

@@ -37,7 +37,7 @@ class SelfDistillation:
             requests take the recipes in turn. They should be the recipes of later use; the
         windowed penalty and eta-sampling in ``extra_args`` work.
     text_tokens: the most tokens of one text.
-    texts_per_round: requests that vLLM runs together and that are written together.
+    texts_per_round: the most requests that vLLM runs together and that are written together.
     prompts: a text file with one prompt on each line, or None for the built-in prompts.
     engine: further keyword arguments of vLLM's ``LLM`` (``tensor_parallel_size``, ...).
     """
@@ -46,7 +46,7 @@ class SelfDistillation:
     num_tokens: int
     sampling: list[dict[str, Any]]
     text_tokens: int = 2048
-    texts_per_round: int = 64
+    texts_per_round: int = 256
     prompts: str | None = None
     seed: int = 0
     dtype: str = "bfloat16"
@@ -131,7 +131,8 @@ def write_texts(folder: Path, settings: SelfDistillation) -> None:
     )
     while written < settings.num_tokens:
         first = round_number * settings.texts_per_round
-        numbers = range(first, first + settings.texts_per_round)
+        missing = -(-(settings.num_tokens - written) // settings.text_tokens)
+        numbers = range(first, first + min(missing, settings.texts_per_round))
         inputs: list[PromptType] = [
             {"prompt_token_ids": _prompt_ids(tokenizer, prompts[number % len(prompts)])}
             for number in numbers
