@@ -8,8 +8,8 @@ TokenSwift takes two turns, with the demo model's heads and without them, from t
 Ratios in one run: all engines are kept, and take turns text by text, in one order and back,
 so that a slow minute of the machine hits all of them; a ratio is of two turns of one round,
 and the median over the rounds is reported, with its spread. Each round has a seed of its own:
-texts differ in what can be foretold of them, and in bfloat16 also between engines. bfloat16 and vLLM's default
-compilation.
+texts differ in what can be foretold of them, and in bfloat16 also between engines. vLLM's
+default compilation.
 """
 
 from __future__ import annotations
