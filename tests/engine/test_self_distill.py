@@ -15,7 +15,7 @@ from vllm_tokenswift.heads.checkpoint import load_heads
 def train(model: Path, out: Path, num_tokens: int) -> str:
     command = [sys.executable, "-m", "vllm_tokenswift.cli", "train", "--model", model, "--out", out]
     command += ["--self-distill", num_tokens, "--text-tokens", 40, "--texts-per-round", 4]
-    command += ["--sampling", '[{"temperature": 1.0, "min_p": 0.1}, {"temperature": 0.0}]']
+    command += ["--sampling", '{"temperature": 1.0, "min_p": 0.1}']
     command += ["--engine", '{"enforce_eager": true, "max_model_len": 256, "max_num_seqs": 4}']
     command += ["--form", "conditioned", "--vocabulary", 64, "--num-steps", 2]
     command += ["--batch-size", 2, "--grad-accumulation", 1, "--seq-tokens", 64]

@@ -37,7 +37,9 @@ class Comparison:
 
     @property
     def stats(self) -> Stats:
-        return Stats(**self.tokenswift.stats)
+        counters = dict(self.tokenswift.stats)
+        counters.pop("decisions", None)  # the planner's, beside the counters
+        return Stats(**counters)
 
     @property
     def speed_up(self) -> float:
