@@ -42,7 +42,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-def texts(num_tokens: int, seed: int = 1) -> list[TextRequest]:
+def texts(num_tokens: int, seed: int) -> list[TextRequest]:
     length = {"max_tokens": num_tokens, "ignore_eos": True}
     short = {"max_tokens": num_tokens // 2, "ignore_eos": True}
     return [

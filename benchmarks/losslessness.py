@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks import record
 from benchmarks.prompts import TWENTY
 from vllm_tokenswift import demo_model
-from vllm_tokenswift.demo.engine_process import Job, run
+from vllm_tokenswift.demo.engine_process import run
 from vllm_tokenswift.demo.measures import first_difference
 from vllm_tokenswift.demo.texts import PENALISED, WINDOWED_PENALTY, TextRequest, Written
 
@@ -43,19 +43,12 @@ def main() -> int:
     for dtype in arguments.dtypes:
         engine = {"model": model, "dtype": dtype, "max_model_len": arguments.tokens + 512}
         plain = run(
-            Job(
-                {**engine, "logits_processors": [WINDOWED_PENALTY]},
-                _texts(arguments, with_logprobs=True),
-            )
+            {**engine, "logits_processors": [WINDOWED_PENALTY]},
+            _texts(arguments, with_logprobs=True),
         )
         ours = run(
-            Job(
-                {
-                    **engine,
-                    "speculative_config": {"method": "tokenswift", "heads": demo_model.HEADS},
-                },
-                _texts(arguments, with_logprobs=False),
-            )
+            {**engine, "speculative_config": {"method": "tokenswift", "heads": demo_model.HEADS}},
+            _texts(arguments, with_logprobs=False),
         )
         results += _compare(dtype, plain, ours)
     rows = [

@@ -30,7 +30,7 @@ import torch
 from benchmarks import change, record
 from benchmarks.prompts import CODE, RANDOM_NUMBERS, STORIES
 from vllm_tokenswift import demo_model
-from vllm_tokenswift.demo.engine_process import BatchJob, run_batches
+from vllm_tokenswift.demo.engine_process import run_batches
 from vllm_tokenswift.demo.measures import distinct
 from vllm_tokenswift.demo.texts import PENALISED, WINDOWED_PENALTY, Batch, TextRequest, WrittenBatch
 from vllm_tokenswift.options import TokenSwiftOptions
@@ -218,7 +218,7 @@ def main() -> int:
         for mode in modes:
             print(f"repeat {repeat + 1} of {arguments.repeats}: {mode}", flush=True)
             settings = engine_of(mode, heads, arguments.nodes)
-            for written in run_batches(BatchJob({**engine, **settings}, jobs)):
+            for written in run_batches({**engine, **settings}, jobs):
                 runs[written.name].setdefault(mode, []).append(written)
                 print(f"  {mode}, {written.name}: {written.tokens_per_second:.1f} tokens/s")
     results = [

@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from engine_kit import VOCABULARY
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+
+from vllm_tokenswift.heads.model import DraftHeads
+from vllm_tokenswift.heads.target import TargetShape
+from vllm_tokenswift.heads.writing import write_own
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +32,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny-llama")
     LlamaForCausalLM(config).save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def conditioned_heads(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Untrained, of half the vocabulary."""
+    config = AutoConfig.from_pretrained(tiny_model)
+    torch.manual_seed(0)
+    made = DraftHeads(
+        "conditioned",
+        3,
+        config.hidden_size,
+        config.rms_norm_eps,
+        vocabulary=torch.randperm(VOCABULARY)[: VOCABULARY // 2],
+    )
+    for layer in made.layers:  # sharp enough that a path goes on
+        torch.nn.init.normal_(layer.down.weight, std=2.0)
+    out = tmp_path_factory.mktemp("conditioned")
+    write_own(made, out, target_name="tiny", target=TargetShape.from_config(config), training={})
+    return out

@@ -10,6 +10,7 @@ import pytest
 from engine_kit import engine, generate, prompt_of, runner_of, tokenswift
 from vllm import SamplingParams
 
+from vllm_tokenswift.demo.texts import WINDOWED_PENALTY
 from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
 
 PENALTY = {"penalty_theta": 1.3, "penalty_window": 64}
@@ -51,9 +52,8 @@ def steps(llm, arrivals, aborts=None):
     return [written[i] for i in sorted(written)]
 
 
-def plain_texts(model, prompts, params):
-    processor = "vllm_tokenswift.sampling.processors:WindowedPenalty"
-    with engine(model, logits_processors=[processor]) as llm:
+def plain_texts(model, prompts, params, **arguments):
+    with engine(model, logits_processors=[WINDOWED_PENALTY], **arguments) as llm:
         return generate(llm, prompts, params)
 
 
@@ -78,11 +78,12 @@ def test_texts_are_plain_vllm_s_when_requests_arrive_unforeseen(tiny_model, runs
         assert runner_of(llm).stats.num_passes_dropped > 0
 
 
-def test_draft_passes_and_heads_may_come_between(tiny_model, runs_ahead):
+def test_draft_passes_and_heads_may_come_between(tiny_model, conditioned_heads, runs_ahead):
     plain = plain_texts(tiny_model, PROMPTS[:5], PARAMS[:5])
-    options = tokenswift(self_draft="always", budget_tokens=64, refresh_tokens=8)
-    with engine(tiny_model, **options) as llm:
+    options = {"budget_tokens": 64, "refresh_tokens": 8, "heads": str(conditioned_heads)}
+    with engine(tiny_model, **tokenswift(self_draft="always", **options)) as llm:
         assert generate(llm, PROMPTS[:5], PARAMS[:5]) == plain
+        assert runner_of(llm).stats.drafted_by_source["heads"] > 0
         assert runner_of(llm).stats.num_draft_passes > 0
         assert runner_of(llm).stats.num_passes_ahead > 0
 
@@ -109,9 +110,7 @@ def test_small_caches_and_long_texts(tiny_model, runs_ahead):
     """Requests are preempted and resumed; texts end at the model's length."""
     cramped = {"num_gpu_blocks_override": 14, "max_model_len": 256, "max_num_seqs": 4}
     params = [params_of(300, i) for i in range(4)]
-    processor = "vllm_tokenswift.sampling.processors:WindowedPenalty"
-    with engine(tiny_model, logits_processors=[processor], max_model_len=256) as llm:
-        plain = generate(llm, PROMPTS[:4], params)
+    plain = plain_texts(tiny_model, PROMPTS[:4], params, max_model_len=256)
     with engine(tiny_model, **tokenswift(), **cramped) as llm:
         assert generate(llm, PROMPTS[:4], params) == plain
 

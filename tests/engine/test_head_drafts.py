@@ -5,14 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
-from engine_kit import VOCABULARY, engine, generate, prompt_of, runner_of, tokenswift
+from engine_kit import engine, generate, prompt_of, runner_of, tokenswift
 from vllm import SamplingParams
 
 from vllm_tokenswift.heads import cpu_chain
-from vllm_tokenswift.heads.model import DraftHeads
-from vllm_tokenswift.heads.target import TargetShape
-from vllm_tokenswift.heads.writing import write_own
 
 
 def penalised(max_tokens: int) -> SamplingParams:
@@ -25,26 +21,6 @@ def penalised(max_tokens: int) -> SamplingParams:
     )
 
 
-@pytest.fixture(scope="module")
-def heads(tiny_model, tmp_path_factory):
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(tiny_model)
-    torch.manual_seed(0)
-    made = DraftHeads(
-        "conditioned",
-        3,
-        config.hidden_size,
-        config.rms_norm_eps,
-        vocabulary=torch.randperm(VOCABULARY)[: VOCABULARY // 2],
-    )
-    for layer in made.layers:  # sharp enough that a path goes on
-        torch.nn.init.normal_(layer.down.weight, std=2.0)
-    out = tmp_path_factory.mktemp("conditioned")
-    write_own(made, out, target_name="tiny", target=TargetShape.from_config(config), training={})
-    return out
-
-
 def always_asked(llm):
     """Free heads in every step: the planner would rarely find these worth it."""
     drafting = runner_of(llm).drafting
@@ -53,8 +29,8 @@ def always_asked(llm):
 
 
 @pytest.mark.skipif(not cpu_chain.is_compiled(), reason="installed without a C compiler")
-def test_compiled_heads_draft_what_torch_drafts(tiny_model, heads):
-    options = {"heads": str(heads), "self_draft": "off", "plan": "auto"}
+def test_compiled_heads_draft_what_torch_drafts(tiny_model, conditioned_heads):
+    options = {"heads": str(conditioned_heads), "self_draft": "off", "plan": "auto"}
     with engine(tiny_model, dtype="bfloat16", **tokenswift(**options)) as llm:
         drafts = always_asked(llm)
         descent, original = drafts._descent, drafts.candidates
@@ -86,8 +62,8 @@ def test_compiled_heads_draft_what_torch_drafts(tiny_model, heads):
 
 
 @pytest.mark.skipif(not cpu_chain.is_compiled(), reason="installed without a C compiler")
-def test_batches_too_large_for_the_compiled_heads_go_through_torch(tiny_model, heads):
-    options = {"heads": str(heads), "self_draft": "off", "plan": "auto"}
+def test_batches_too_large_for_the_compiled_heads_go_through_torch(tiny_model, conditioned_heads):
+    options = {"heads": str(conditioned_heads), "self_draft": "off", "plan": "auto"}
     largest = cpu_chain.MAX_ROWS // cpu_chain.PATHS
     count = largest + 2
     with engine(tiny_model, dtype="bfloat16", max_num_seqs=count, **tokenswift(**options)) as llm:
@@ -107,14 +83,14 @@ def test_batches_too_large_for_the_compiled_heads_go_through_torch(tiny_model, h
     assert all(foreseen == {size <= largest} for size, foreseen in ways)
 
 
-def test_tokens_are_plain_vllms_in_bfloat16_too(tiny_model, heads):
+def test_tokens_are_plain_vllms_in_bfloat16_too(tiny_model, conditioned_heads):
     """Chains only: side chains and plain decoding may round a near tie differently."""
     prompts = [prompt_of(20, 0), prompt_of(45, 1)]
     params = [penalised(60), SamplingParams(max_tokens=60, seed=3, ignore_eos=True)]
     processors = {"logits_processors": ["vllm_tokenswift.sampling.processors:WindowedPenalty"]}
     with engine(tiny_model, dtype="bfloat16", **processors) as llm:
         plain = generate(llm, prompts, params)
-    options = {"heads": str(heads), "self_draft": "off", "plan": "auto"}
+    options = {"heads": str(conditioned_heads), "self_draft": "off", "plan": "auto"}
     with engine(tiny_model, dtype="bfloat16", **tokenswift(**options)) as llm:
         always_asked(llm)
         assert generate(llm, prompts, params) == plain

@@ -9,28 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig
-
-from vllm_tokenswift.heads.model import DraftHeads
-from vllm_tokenswift.heads.target import TargetShape
-from vllm_tokenswift.heads.writing import write_own
-
-
-def conditioned_heads(model: Path, out: Path) -> Path:
-    """Untrained, but for weights that let every head say something of its own."""
-    out.mkdir()
-    config = AutoConfig.from_pretrained(model)
-    torch.manual_seed(0)
-    heads = DraftHeads(
-        "conditioned", 3, config.hidden_size, config.rms_norm_eps, vocabulary=torch.arange(48)
-    )
-    for layer in heads.layers:
-        torch.nn.init.normal_(layer.down.weight, std=0.02)
-    target = TargetShape.from_config(config)
-    write_own(heads, out, target_name="tiny", target=target, training={})
-    return out
-
 
 def written_by(model: Path, heads: Path, size: int, out: Path) -> dict[str, Any]:
     program = Path(__file__).parent / "tensor_parallel_engine.py"
@@ -41,10 +19,9 @@ def written_by(model: Path, heads: Path, size: int, out: Path) -> dict[str, Any]
     return result
 
 
-def test_two_ranks_write_what_one_writes_and_count_alike(tiny_model, tmp_path):
-    heads = conditioned_heads(tiny_model, tmp_path / "heads")
-    one = written_by(tiny_model, heads, 1, tmp_path / "one.json")
-    two = written_by(tiny_model, heads, 2, tmp_path / "two.json")
+def test_two_ranks_write_what_one_writes_and_count_alike(tiny_model, conditioned_heads, tmp_path):
+    one = written_by(tiny_model, conditioned_heads, 1, tmp_path / "one.json")
+    two = written_by(tiny_model, conditioned_heads, 2, tmp_path / "two.json")
     assert two["texts"] == one["texts"]
     first, second = two["stats"]
     assert first == second

@@ -200,10 +200,7 @@ class _GraphedDescent:
             plain, positive, negative = self._part.scales_of(state)
             power = noise_power(state.cuts_unlikely) if sees else 0.0
             self._scales[index] = (plain, positive, negative, power)
-            penalised = self._penalised[index]
-            penalised.fill(0)
-            if state.window is not None:
-                penalised[self._part.places(state.window.tokens)] = 1
+            self._penalised[index] = self._part.in_window(state)
         rank = 0
         for number, start in enumerate(starts):
             rank = rank + 1 if number and starts[number - 1].request == start.request else 0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_tokenswift import demo_model
-from vllm_tokenswift.demo.engine_process import Job, run
+from vllm_tokenswift.demo.engine_process import run
 from vllm_tokenswift.demo.measures import Comparison, table
 from vllm_tokenswift.demo.plot import time_against_tokens
 from vllm_tokenswift.demo.texts import PENALISED, WINDOWED_PENALTY, TextRequest
@@ -59,9 +59,9 @@ def main() -> int:
         options["heads"] = heads
     texts = requests(arguments.tokens, arguments.seed)
     print(f"plain vLLM, {arguments.dtype}: starting", flush=True)
-    plain = run(Job({**engine, "logits_processors": [WINDOWED_PENALTY]}, texts))
+    plain = run({**engine, "logits_processors": [WINDOWED_PENALTY]}, texts)
     print(f"TokenSwift, {arguments.dtype}: starting", flush=True)
-    ours = run(Job({**engine, "speculative_config": options}, texts))
+    ours = run({**engine, "speculative_config": options}, texts)
 
     levels = len(TokenSwiftOptions().head_tree)
     comparisons = [Comparison(a, b, levels) for a, b in zip(plain, ours, strict=True)]

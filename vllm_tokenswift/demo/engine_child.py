@@ -37,6 +37,7 @@ def main(replies: int) -> None:
 
 
 def write(llm: Any, batch: Batch, speculates: bool) -> WrittenBatch:
+    """Writes a batch, under a progress bar. speculates: whether TokenSwift counts there."""
     from tqdm import tqdm
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -109,34 +109,18 @@ class EngineProcess:
         return json.loads(answer)
 
 
-@dataclass(frozen=True)
-class Job:
-    """What one engine does: keyword arguments of ``LLM``, then texts one after another."""
-
-    engine: dict[str, Any]
-    texts: list[TextRequest]
-
-
-@dataclass(frozen=True)
-class BatchJob:
-    """The same for batches of texts, one batch after another."""
-
-    engine: dict[str, Any]
-    batches: list[Batch]
+def run(engine: dict[str, Any], texts: Sequence[TextRequest]) -> list[Written]:
+    """Texts one after another, by an :class:`EngineProcess` for them alone, warmed up."""
+    with EngineProcess(engine) as process:
+        process.warm_up(texts)
+        return process.write_texts(texts)
 
 
-def run(job: Job) -> list[Written]:
-    """Runs ``job`` in a new process, see :class:`EngineProcess`."""
-    with EngineProcess(job.engine) as engine:
-        engine.warm_up(job.texts)
-        return engine.write_texts(job.texts)
-
-
-def run_batches(job: BatchJob) -> list[WrittenBatch]:
+def run_batches(engine: dict[str, Any], batches: Sequence[Batch]) -> list[WrittenBatch]:
     """The same for batches."""
-    with EngineProcess(job.engine) as engine:
-        engine.warm_up_batches(job.batches)
-        return engine.write(job.batches)
+    with EngineProcess(engine) as process:
+        process.warm_up_batches(batches)
+        return process.write(batches)
 
 
 def _read(text: dict[str, Any]) -> Written:

@@ -80,8 +80,8 @@ class GainModel:
     ) -> None:
         self._memory = memory
         self.rates: list[float] = []
-        offset = _SAMPLED_MATCH_OFFSET if sampled else 0.0
-        match_priors = [_shifted(p, offset) for p in _MATCH_PRIORS]
+        shift = _SAMPLED_MATCH_OFFSET if sampled else 0.0
+        match_priors = [_shifted(p, shift) for p in _MATCH_PRIORS]
         first = self._add(match_priors)
         self._match_cells = [first + bucket for bucket in _BUCKET_OF_MATCH]
         self._first_supported = self._add(

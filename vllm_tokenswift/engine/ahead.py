@@ -19,7 +19,7 @@ import numpy.typing as npt
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
 
-from vllm_tokenswift.tree import DraftTree
+from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -90,14 +90,16 @@ class PassesAhead:
             return
         batch = runner.input_batch
         req_ids = list(batch.req_ids)
+        num_reqs = len(req_ids)
+        next_trees = [trees.get(req_id, EMPTY_TREE) for req_id in req_ids]
         if not all(
-            self._goes_on(row, req_id, len(trees[req_id]) if req_id in trees else 0)
-            for row, req_id in enumerate(req_ids)
+            self._goes_on(row, req_id, len(tree))
+            for row, (req_id, tree) in enumerate(zip(req_ids, next_trees, strict=True))
         ):
             return
-        num_reqs = len(req_ids)
-        drafts = {r: trees[r].tokens.tolist() for r in req_ids if r in trees and len(trees[r])}
-        num_rows = np.array([1 + len(drafts.get(r, ())) for r in req_ids], np.int32)
+        drafted = {r: tree for r, tree in zip(req_ids, next_trees, strict=True) if len(tree)}
+        drafts = {req_id: tree.tokens.tolist() for req_id, tree in drafted.items()}
+        num_rows = np.array([1 + len(tree) for tree in next_trees], np.int32)
         most_rows, total = int(num_rows.max()), int(num_rows.sum())
         mode, shape, *_ = runner._determine_batch_execution_and_padding(
             num_tokens=total,
@@ -113,9 +115,9 @@ class PassesAhead:
         computed = (batch.num_tokens_no_spec[:num_reqs] - 1).astype(np.int32)
         batch.num_computed_tokens_cpu[:num_reqs] = computed
         for row, req_id in enumerate(req_ids):
-            if req_id in drafts:
-                start = int(computed[row]) + 1
-                batch.token_ids_cpu[row, start : start + len(drafts[req_id])] = drafts[req_id]
+            tokens = drafts.get(req_id, ())
+            start = int(computed[row]) + 1
+            batch.token_ids_cpu[row, start : start + len(tokens)] = tokens
         inputs = runner.lay_out(drafts, num_rows)
         is_full = mode is CUDAGraphMode.FULL
         padded, padded_reqs = shape.num_tokens, shape.num_reqs or num_reqs
@@ -152,7 +154,7 @@ class PassesAhead:
             num_rows,
             computed,
             drafts,
-            {req_id: trees[req_id] for req_id in drafts},
+            drafted,
             inputs,
             metadata,
             output,

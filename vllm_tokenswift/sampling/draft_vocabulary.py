@@ -34,11 +34,6 @@ class DraftVocabulary:
             for state in states
         )
 
-    def places(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Where those of the tokens that are of the part stand in it."""
-        places: npt.NDArray[np.int64] = self._place[tokens]
-        return places[places < len(self.tokens)]
-
     def place(self, token: int) -> int:
         """Where a token stands in the part; its length for one outside."""
         return int(self._place[token])
@@ -60,15 +55,13 @@ class DraftVocabulary:
 
     def scales(self, states: Sequence[RequestState]) -> torch.Tensor:
         """What positive and negative logits are multiplied by: float32 ``[states, 2, part]``."""
-        scales = np.ones((len(states), 2, len(self.tokens) + 1), np.float32)
-        for (positive, negative), state in zip(scales, states, strict=True):
-            if state.window is not None:
-                places = self._place[state.window.tokens]
-                positive[places] = 1.0 / state.numbers.theta
-                negative[places] = state.numbers.theta
-            positive /= state.numbers.temperature
-            negative /= state.numbers.temperature
-        return torch.from_numpy(scales[:, :, :-1]).to(self.device)
+        scales = np.empty((len(states), 2, len(self.tokens)), np.float32)
+        for by_sign, state in zip(scales, states, strict=True):
+            outside, *inside = self.scales_of(state)
+            in_window = self.in_window(state)
+            for of_sign, factor in zip(by_sign, inside, strict=True):
+                of_sign[:] = np.where(in_window, factor, outside)
+        return torch.from_numpy(scales).to(self.device)
 
     @staticmethod
     def probabilities(logits: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
