@@ -19,6 +19,7 @@ class Stats:
     num_ngram_tokens: the sum of ``b_i`` of the equation for beta: tokens accepted
     in iterations whose accepted path came from n-gram reuse (table or suffix).
     num_passes_ahead: verify passes launched before their step was scheduled, of which
+    num_passes_unread were launched before the tokens that they go on from had been read, and
     num_passes_dropped were for a step that did not come.
     """
 
@@ -32,6 +33,7 @@ class Stats:
     num_selections: int = 0
     tokens_moved: int = 0
     num_passes_ahead: int = 0
+    num_passes_unread: int = 0
     num_passes_dropped: int = 0
     drafted_by_source: dict[str, int] = field(default_factory=dict)
     accepted_by_source: dict[str, int] = field(default_factory=dict)

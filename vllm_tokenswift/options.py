@@ -253,9 +253,12 @@ class TokenSwiftOptions:
 
     @property
     def lookahead_tokens(self) -> int:
-        """KV slots that the draft pass needs beyond the scheduled tokens: the bonus
-        token's own, which it fills with an approximation that the verify pass overwrites."""
-        return 1
+        """KV slots needed beyond the scheduled tokens: those of a step that is not scheduled yet.
+
+        Draft passes fill them with approximations that the verify pass overwrites, and a pass
+        launched ahead of its schedule (``engine/ahead.py``) writes there.
+        """
+        return 1 + self.num_speculative_tokens
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, every option; ``from_dict`` reads it back."""

@@ -36,13 +36,13 @@ PROMPTS = [prompt_of(7 + 9 * i, seed=i) for i in range(11)]
 PARAMS = [params_of(40 + 23 * (i % 4), i) for i in range(11)]
 
 
-def steps(llm, arrivals, aborts=None):
+def steps(llm, arrivals, aborts=None, params=PARAMS):
     """Steps an engine; requests arrive, and are aborted, at given steps (step -> request)."""
     core, written, ids = llm.llm_engine, {}, {}
     for step in range(2000):
         if step in arrivals:
             i = arrivals[step]
-            ids[i] = core.add_request(str(i), PROMPTS[i], PARAMS[i])
+            ids[i] = core.add_request(str(i), PROMPTS[i], params[i])
         if step in (aborts or {}):
             core.abort_request([ids[aborts[step]]], internal=True)
         for output in core.step():
@@ -50,6 +50,14 @@ def steps(llm, arrivals, aborts=None):
         if step > max(arrivals) and not core.has_unfinished_requests():
             break
     return [written[i] for i in sorted(written)]
+
+
+def undrafted(params: SamplingParams, allowed: bool) -> SamplingParams:
+    """Nothing is drafted for these: it is not allowed, or the text offers nothing."""
+    of_text = {"temperature": 1.0} if allowed else {"extra_args": {"tokenswift": False}}
+    return SamplingParams(
+        **of_text, seed=params.seed, max_tokens=params.max_tokens, ignore_eos=True
+    )
 
 
 def plain_texts(model, prompts, params, **arguments):
@@ -66,6 +74,7 @@ def test_texts_are_plain_vllm_s_while_requests_come_and_go(tiny_model, runs_ahea
         # Alone, all passes but a prompt's own and the last are foreseen.
         assert stats.num_passes_ahead > 0.8 * (stats.num_iterations - 3 * len(PROMPTS))
         assert stats.num_passes_dropped == 0
+        assert "unknown" not in stats.drafted_by_source, "a pass ahead forgot whose drafts it has"
         assert stats.tokens_moved > 0, "no side branch was ever accepted"
         assert generate(llm, PROMPTS, PARAMS) == plain
 
@@ -129,3 +138,36 @@ def test_a_model_that_changes_between_steps_is_asked_again(tiny_model, runs_ahea
             for output in core.step():
                 written = list(output.outputs[0].token_ids)
     assert [written] == plain_texts(tiny_model, PROMPTS[:1], [params_of(60, 0)])
+
+
+@pytest.mark.parametrize("allowed", [False, True], ids=["speculation off", "nothing to draft"])
+def test_undrafted_texts_go_on_before_their_samples_are_read(tiny_model, runs_ahead, allowed):
+    """Alone, then arriving unforeseen, with one that is aborted and one that stops by itself."""
+    params = [undrafted(p, allowed) for p in PARAMS]
+    plain = plain_texts(tiny_model, PROMPTS, params)
+    with engine(tiny_model, **tokenswift()) as llm:
+        stats = runner_of(llm).stats
+        assert [generate(llm, [p], s)[0] for p, s in zip(PROMPTS, params, strict=True)] == plain
+        if not allowed:
+            assert stats.num_passes_unread > 0.7 * (stats.num_iterations - 3 * len(PROMPTS))
+        assert stats.num_passes_unread > 30
+        assert stats.num_passes_dropped == 0, "each text's length was known"
+        arrivals = {7 * i: i for i in range(len(PROMPTS))}
+        assert steps(llm, arrivals, params=params) == plain
+        assert stats.num_passes_dropped > 0
+        assert steps(llm, {0: 0, 1: 1, 2: 2}, aborts={9: 1}, params=params) == [plain[0], plain[2]]
+        stop = undrafted(PARAMS[2], allowed)
+        stop.stop_token_ids = [plain[2][20]]
+        stopped = plain[2][: plain[2].index(plain[2][20]) + 1]
+        assert generate(llm, [PROMPTS[2], PROMPTS[3]], [stop, params[3]]) == [stopped, plain[3]]
+
+
+def test_drafting_begins_again_when_it_pays(tiny_model, runs_ahead):
+    """A text without drafts is joined by one with many, and goes on when that is over."""
+    params = [undrafted(params_of(120, 1), allowed=False), params_of(60, 3)]
+    plain = plain_texts(tiny_model, PROMPTS[:2], params)
+    with engine(tiny_model, **tokenswift()) as llm:
+        assert steps(llm, {0: 0, 20: 1}, params=params) == plain
+        stats = runner_of(llm).stats
+        assert stats.num_accepted_tokens > 20
+        assert stats.num_passes_unread > 30

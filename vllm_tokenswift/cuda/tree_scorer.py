@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from vllm.config.model import LogprobsMode
 from vllm.sampling_params import SamplingParams
+from vllm.utils.torch_utils import PIN_MEMORY, current_stream
 
 from vllm_tokenswift.cuda.penalty import penalise_windows
 from vllm_tokenswift.cuda.scored_rows import Parameter, ScoredRows
@@ -24,7 +25,7 @@ from vllm_tokenswift.engine.staging import Staging
 from vllm_tokenswift.sampling.constraints import Rows, apply_constraints
 from vllm_tokenswift.sampling.noise import PositionDraws
 from vllm_tokenswift.sampling.params import PenaltyDefaults
-from vllm_tokenswift.sampling.scorer import TreeScorer
+from vllm_tokenswift.sampling.scorer import OnSampled, TreeScorer
 from vllm_tokenswift.sampling.walk import Place, RowGroup, Walk
 from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
 
@@ -49,6 +50,8 @@ class CUDATreeScorer(TreeScorer):
         self._use_fp64 = use_fp64_gumbel
         self._row_staging = Staging(self.device)
         self._draft_staging = Staging(self.device)
+        self._samples = torch.empty(0, dtype=torch.int64)
+        self._copied = torch.cuda.Event() if self.device.type == "cuda" else None
 
     def _new_draws(self, generator: torch.Generator | None) -> PositionDraws:
         return SeedNoise(generator)
@@ -101,8 +104,21 @@ class CUDATreeScorer(TreeScorer):
             self.score(logits, [RowGroup(name, DraftTree.chain([0]))])
             self.remove(name)
 
-    def _walk_sampled(self, walk: Walk) -> None:
-        tokens = self._sample_rows(walk).tolist()
+    def _walk_sampled(self, walk: Walk, on_sampled: OnSampled | None) -> None:
+        sampled = self._sample_rows(walk)
+        # Copied before anything that is launched behind it, and waited for alone.
+        if len(sampled) > len(self._samples):
+            size = 2 * len(sampled)
+            self._samples = torch.empty(size, dtype=torch.int64, pin_memory=PIN_MEMORY)
+        on_host = self._samples[: len(sampled)]
+        on_host.copy_(sampled, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(current_stream())
+        if on_sampled is not None:
+            on_sampled(sampled)
+        if self._copied is not None:
+            self._copied.synchronize()
+        tokens = on_host.tolist()
         for root in walk.roots():
             place: Place | None = root
             while place is not None:

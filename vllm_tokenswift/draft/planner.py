@@ -206,12 +206,13 @@ class Planner:
         return heads_ms + self.cost.draft_pass_ms(kv_tokens, len(drafted))
 
     def wants_self_draft(
-        self, requests: Sequence[DraftRequest], num_other_tokens: int = 0
+        self, requests: Sequence[DraftRequest], num_other_tokens: int = 0, may: bool = True
     ) -> list[bool]:
         """For which requests a draft pass is worth its time now.
 
         Never where the context fits into the budget (the pass would cost what plain
-        decoding costs), nor where nothing may be drafted.
+        decoding costs), nor where nothing may be drafted. may: False asks for the answer
+        alone: no pass will be run.
         """
         possible = bool(self.cost.draft_points)
         eligible = [possible and r.limit > 0 and r.context_len > self.budget for r in requests]
@@ -224,14 +225,16 @@ class Planner:
             [request.state.self_draft for request in requests],
             lambda num: self.cost.draft_pass_ms(self.budget * num, num),
             "self_draft",
+            may,
         )
 
     def wants_free_heads(
-        self, requests: Sequence[DraftRequest], num_other_tokens: int = 0
+        self, requests: Sequence[DraftRequest], num_other_tokens: int = 0, may: bool = True
     ) -> list[bool]:
         """For which requests heads on the verify pass's hidden state are worth their time now.
 
-        No pass of the model, but one of its LM head: not free on a small model.
+        No pass of the model, but one of its LM head: not free on a small model. may: see
+        :meth:`wants_self_draft`.
         """
         eligible = [r.limit > 0 for r in requests]
         if self.mode != "auto":
@@ -243,7 +246,31 @@ class Planner:
             [request.state.free_heads for request in requests],
             lambda _: self.cost.heads_ms * max(r.state.head_passes for r in requests),
             "free_heads",
+            may,
         )
+
+    def would_draft(
+        self,
+        requests: Sequence[DraftRequest],
+        num_other_tokens: int,
+        self_draft: bool,
+        free_heads: bool,
+    ) -> bool:
+        """Whether any request would be drafted for, where the step is decoded plainly anyhow.
+
+        self_draft, free_heads: whether there are such sources. They learn what the iteration
+        emits without them, and when they would ask again.
+        """
+        if self.mode != "auto":
+            return any(request.limit > 0 for request in requests)
+        asks = [any(map(len, self._plan_once(requests, num_other_tokens).trees))]
+        if self_draft:
+            asks += self.wants_self_draft(requests, num_other_tokens, may=False)
+        if free_heads:
+            asks += self.wants_free_heads(requests, num_other_tokens, may=False)
+        self._planned = None
+        self.decisions["plain"] += len(requests)
+        return any(asks)
 
     def _worth_it(
         self,
@@ -253,10 +280,12 @@ class Planner:
         gains: Sequence[SourceGain],
         source_ms: Callable[[int], float],
         name: str,
+        may: bool,
     ) -> list[bool]:
         """For which eligible requests a source that costs time pays, by what it brought so far.
 
-        source_ms: what the source costs for that many requests together.
+        source_ms: what the source costs for that many requests together. may: see
+        :meth:`wants_self_draft`.
         """
         if not any(eligible):
             return [False] * len(requests)
@@ -292,9 +321,9 @@ class Planner:
             if best == 0 and gain.wants_probe(relative_cost / _PROBE_SHARE):
                 wanted[index] = True
                 decision = f"{name}_probe"
-            self.decisions[decision] += 1
+            self.decisions[decision if may else f"no_{name}"] += 1
             baseline = without[index] - expected[index]
-            gain.decided(expected[index], wanted[index], baseline + tokens_for_source)
+            gain.decided(expected[index], wanted[index] and may, baseline + tokens_for_source)
         return wanted
 
     def _plan_once(self, requests: Sequence[DraftRequest], num_other_tokens: int) -> _Planned:

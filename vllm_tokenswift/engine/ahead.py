@@ -3,21 +3,24 @@
 What a step accepted and what is drafted next is known in the runner long before vLLM's
 scheduler has made the next step of it, and all that time a GPU would wait. Where the next
 step can be foreseen (the same requests, each with its drafts), its inputs are laid out and
-its pass is launched right after drafting. When the step comes as it was foreseen, vLLM's code
-finds inputs, metadata and output ready. Otherwise the pass is dropped: all that it wrote is
-KV behind every request's computed tokens, where a step's own pass writes again.
+its pass is launched right after drafting, or, where nothing is drafted, even before the
+samples have been read. When the step comes as it was foreseen, vLLM's code finds inputs,
+metadata and output ready. Otherwise the pass is dropped: all that it wrote is KV behind every
+request's computed tokens, where a step's own pass writes again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
+from vllm.sampling_params import SamplingParams
 
 from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
 
@@ -78,25 +81,67 @@ class PassesAhead:
         self._pause = 0
         self._next_pause = _FIRST_PAUSE
 
-    def launch(self, trees: Mapping[str, DraftTree]) -> None:
-        """To be called when a step has accepted and drafted; trees: of the next step.
+    def launch(self, trees: Mapping[str, DraftTree], accepted: Sequence[Sequence[int]]) -> None:
+        """To be called when a step has accepted, committed and drafted.
 
-        Leaves it where a request is not known to go on, or the pass would not be launched
-        at once.
+        trees: of the next step, by request. accepted: by batch row, the tokens that the step
+        emitted. Leaves it where a request is not known to go on, or the pass would not be
+        launched at once.
         """
-        runner = self.runner
         if self._pause:
             self._pause -= 1
             return
+        runner = self.runner
+        next_trees = [trees.get(req_id, EMPTY_TREE) for req_id in runner.input_batch.req_ids]
+        rows = zip(runner.input_batch.req_ids, next_trees, accepted, strict=True)
+        if all(
+            bool(tokens)
+            and self._params(req_id).all_stop_token_ids.isdisjoint(tokens)
+            and self._has_room(req_id, runner.request_states[req_id].draft.num_tokens, len(tree))
+            for req_id, tree, tokens in rows
+        ):
+            self._launch(next_trees, [tokens[-1] for tokens in accepted])
+
+    def launch_undrafted(self, tokens: torch.Tensor) -> bool:
+        """To be called when a step without drafts has been sampled, before it is read.
+
+        tokens: int64 ``[requests]`` on the device, one sample of each, by batch row. Returns
+        whether the pass of the next step was launched, which has no drafts then.
+        """
+        if self._pause:
+            return False
+        runner = self.runner
+        req_ids = runner.input_batch.req_ids
+        return all(
+            self._has_room(req_id, runner.request_states[req_id].draft.num_tokens + 1, 0)
+            for req_id in req_ids
+        ) and self._launch([EMPTY_TREE] * len(req_ids), tokens)
+
+    def _params(self, req_id: str) -> SamplingParams:
+        params = self.runner.requests[req_id].sampling_params
+        assert params is not None
+        return params
+
+    def _has_room(self, req_id: str, num_tokens: int, num_drafts: int) -> bool:
+        """Whether a request of that many tokens, the newest not computed, goes on with drafts."""
+        runner = self.runner
+        request, state = runner.requests[req_id], runner.request_states[req_id]
+        room = len(request.block_ids[0]) * runner.tree_attention.block_size
+        return (
+            not state.chain_only  # a grammar may cut its drafts
+            and num_tokens < state.max_tokens
+            and num_tokens + num_drafts <= room
+        )
+
+    def _launch(
+        self, next_trees: Sequence[DraftTree], newest: Sequence[int] | torch.Tensor
+    ) -> bool:
+        """newest: the requests' newest tokens, or int64 ``[requests]`` on the device where the
+        host does not know them, nor has committed them."""
+        runner = self.runner
         batch = runner.input_batch
         req_ids = list(batch.req_ids)
         num_reqs = len(req_ids)
-        next_trees = [trees.get(req_id, EMPTY_TREE) for req_id in req_ids]
-        if not all(
-            self._goes_on(row, req_id, len(tree))
-            for row, (req_id, tree) in enumerate(zip(req_ids, next_trees, strict=True))
-        ):
-            return
         drafted = {r: tree for r, tree in zip(req_ids, next_trees, strict=True) if len(tree)}
         drafts = {req_id: tree.tokens.tolist() for req_id, tree in drafted.items()}
         num_rows = np.array([1 + len(tree) for tree in next_trees], np.int32)
@@ -110,15 +155,20 @@ class PassesAhead:
             allow_microbatching=False,
         )
         if not runner.launches_at_once(mode):
-            return
+            return False
 
-        computed = (batch.num_tokens_no_spec[:num_reqs] - 1).astype(np.int32)
+        known = [runner.request_states[req_id].draft.num_tokens for req_id in req_ids]
+        computed = np.array(known, np.int32)
+        if not isinstance(newest, torch.Tensor):
+            computed -= 1
+            for row, (req_id, token) in enumerate(zip(req_ids, newest, strict=True)):
+                tokens = [token, *drafts.get(req_id, ())]
+                start = int(computed[row])
+                batch.token_ids_cpu[row, start : start + len(tokens)] = tokens
         batch.num_computed_tokens_cpu[:num_reqs] = computed
-        for row, req_id in enumerate(req_ids):
-            tokens = drafts.get(req_id, ())
-            start = int(computed[row]) + 1
-            batch.token_ids_cpu[row, start : start + len(tokens)] = tokens
         inputs = runner.lay_out(drafts, num_rows)
+        if isinstance(newest, torch.Tensor):
+            runner.input_ids.gpu[:num_reqs].copy_(newest)
         is_full = mode is CUDAGraphMode.FULL
         padded, padded_reqs = shape.num_tokens, shape.num_reqs or num_reqs
         slots_by_group, slots = runner._get_slot_mappings(
@@ -149,6 +199,7 @@ class PassesAhead:
                 input_ids=runner.input_ids.gpu[:padded], positions=runner.positions[:padded]
             )
         runner.stats.num_passes_ahead += 1
+        runner.stats.num_passes_unread += isinstance(newest, torch.Tensor)
         self._launched = PassAhead(
             req_ids,
             num_rows,
@@ -159,24 +210,7 @@ class PassesAhead:
             metadata,
             output,
         )
-
-    def _goes_on(self, row: int, req_id: str, num_drafts: int) -> bool:
-        """Whether a request will decode in the next step, as far as the runner can know."""
-        runner = self.runner
-        request, state = runner.requests[req_id], runner.request_states[req_id]
-        params = request.sampling_params
-        assert params is not None
-        accepted = runner.accepted_tokens(row)
-        num_tokens = int(runner.input_batch.num_tokens_no_spec[row])
-        room = len(request.block_ids[0]) * runner.tree_attention.block_size
-        return (
-            bool(accepted)
-            and not state.chain_only  # a grammar may cut its drafts
-            and len(request.output_token_ids) < state.max_output_tokens
-            and num_tokens < runner.max_model_len
-            and num_tokens + num_drafts <= room
-            and params.all_stop_token_ids.isdisjoint(accepted)
-        )
+        return True
 
     def take(
         self, scheduler_output: SchedulerOutput, num_rows: npt.NDArray[np.int32]
@@ -198,7 +232,7 @@ class PassesAhead:
         launched, self._launched = self._launched, None
         if launched is None:
             return
-        self.runner.take_back(launched.trees)
+        self.runner.expect(launched.trees)  # the next step may still bring them
         self.runner.stats.num_passes_dropped += 1
         self._pause = self._next_pause
         self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)

@@ -32,6 +32,7 @@ class DraftRequest:
     num_tokens: tokens of the sequence, the bonus token included; blocks: int32,
     physical blocks in logical order; hidden_row: the query row that the bonus token was
     sampled from; max_nodes: drafts that still fit the model's length and are wanted.
+    foresight: the noise of its coming samples, None where there is none to see.
     """
 
     req_id: str
@@ -41,10 +42,14 @@ class DraftRequest:
     blocks: np.ndarray
     hidden_row: int
     max_nodes: int
+    foresight: Foresight | None
 
 
 class Drafter:
-    """Drafts for the requests of a batch; owns the planner and the draft pass."""
+    """Drafts for the requests of a batch; owns the planner and the draft pass.
+
+    ``spent_time``: whether the last drafting brought drafts, or asked a source that costs time.
+    """
 
     def __init__(self, runner: TokenSwiftRunnerMixin) -> None:
         self.runner = runner
@@ -63,6 +68,39 @@ class Drafter:
         )
         cost = cached_cost(runner, curve)
         self.planner = Planner(cost, self.options.budget_tokens, cast(PlanMode, self.options.plan))
+        self.spent_time = False
+        self._asked: list[HeadRequest] = []
+
+    def begin(self, requests: Sequence[DraftRequest], hidden_states: torch.Tensor) -> None:
+        """To be called for the requests of a step before :meth:`draft`, with the same states.
+
+        Heads that were asked last time begin where they can do so by themselves.
+        """
+        self._asked = [HeadRequest(r.req_id, r.bonus_token, r.foresight) for r in requests]
+        if self.heads is None or not self.head_drafts.runs_ahead:
+            return
+        likely = [
+            i
+            for i, request in enumerate(requests)
+            if request.state.draft.free_heads.asked_last
+            and not request.state.draft.self_draft.asked_last
+        ]
+        if likely:
+            rows = self._rows_of([requests[i] for i in likely], hidden_states)
+            self.head_drafts.launch_free([self._asked[i] for i in likely], rows)
+
+    def would_draft(self, requests: Sequence[DraftRequest], num_undrafted: int) -> bool:
+        """Whether any of these would be drafted for now; their next pass runs, without drafts.
+
+        What is learned without drafting is learned, and nothing is spent.
+        """
+        planned = [self._planned(request) for request in requests]
+        return bool(planned) and self.planner.would_draft(
+            planned,
+            num_undrafted,
+            self_draft=self.options.self_draft != "off",
+            free_heads=self.heads is not None and self.options.head_source != "draft",
+        )
 
     def draft(
         self,
@@ -75,6 +113,7 @@ class Drafter:
         hidden_states: ``[query rows, hidden]``, in the form that the heads read.
         num_undrafted: requests of the batch that draft nothing.
         """
+        self.spent_time = False
         if not requests:
             return []
         planned = [self._planned(request) for request in requests]
@@ -82,17 +121,10 @@ class Drafter:
         if any(passes) and not all(passes):
             # CUDA graphs share their memory: a draft pass may run over the verify pass's states.
             hidden_states = hidden_states.clone()
-        asked = [
-            HeadRequest(request.req_id, request.bonus_token, plan.foresight)
-            for request, plan in zip(requests, planned, strict=True)
-        ]
+        asked = self._asked
         self._draft_with(planned, requests, asked, passes, self._self_draft)
         if self.heads is not None and self.options.head_source != "draft":
             others = [i for i, wanted in enumerate(passes) if not wanted]
-            likely = [i for i in others if planned[i].state.free_heads.asked_last]
-            if likely and self.head_drafts.runs_ahead:
-                rows = self._rows_of([requests[i] for i in likely], hidden_states)
-                self.head_drafts.launch_free([asked[i] for i in likely], rows)
             free = self.planner.wants_free_heads([planned[i] for i in others], num_undrafted)
             wanted = [False] * len(requests)
             for i, want in zip(others, free, strict=True):
@@ -106,7 +138,9 @@ class Drafter:
                     of, None, self._rows_of(some, hidden_states)
                 ),
             )
-        return self.planner.plan(planned, num_undrafted)
+        trees = self.planner.plan(planned, num_undrafted)
+        self.spent_time = any(map(len, trees)) or any(p.heads is not None for p in planned)
+        return trees
 
     def _draft_with(
         self,
@@ -131,10 +165,11 @@ class Drafter:
             context_len=request.num_tokens,
             limit=request.max_nodes,
             chain_only=request.state.chain_only,
-            foresight=self._foresight(request.req_id),
+            foresight=request.foresight,
         )
 
-    def _foresight(self, req_id: str) -> Foresight | None:
+    def foresight(self, req_id: str) -> Foresight | None:
+        """What drafts may see of the noise of a request's coming samples."""
         scorer = self.runner.scorer
         if self.options.plan != "auto" or scorer.noise_at(req_id, 0) is None:
             return None

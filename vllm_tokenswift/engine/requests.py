@@ -16,10 +16,11 @@ class RequestState:
     table: the draft block table (``forget`` after preemption).
     speculate: False where the request switched speculation off.
     chain_only: vLLM checks the drafts of structured output as one continuation.
+    max_tokens: of the whole sequence, at which it ends at the latest.
     """
 
     draft: DraftState
     table: DraftBlockTable
     speculate: bool
     chain_only: bool
-    max_output_tokens: int
+    max_tokens: int

@@ -3,12 +3,12 @@
 The data's way through one step: ``_update_states`` (requests come and go) →
 ``_prepare_inputs`` (which drafts were scheduled: the plan; RoPE positions by
 depth) → ``_build_attention_metadata`` (trees) → vLLM's forward → ``_sample``
-(score, accept, move KV) → ``_bookkeeping_sync`` (commit) →
-``propose_draft_token_ids`` (draft the next trees; on a GPU also launch their pass,
-``ahead.py``, which the hooks up to the forward then hand out).
+(score, accept, move KV, commit, draft the next trees; on a GPU also launch their pass,
+``ahead.py``, which the hooks up to the forward then hand out) → vLLM's bookkeeping →
+``propose_draft_token_ids`` (hand out the drafts).
 
-Everything that must follow a verify pass is done in ``_sample`` and
-``_bookkeeping_sync``, never in the drafting hook: vLLM may skip that one.
+All of ours is done before vLLM's bookkeeping, its outputs and its scheduler, so that on a GPU
+these run while the next pass does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from vllm_tokenswift.engine.cost_curve import (
 )
 from vllm_tokenswift.engine.descent import Descent
 from vllm_tokenswift.engine.draft_pass import DraftPass
-from vllm_tokenswift.engine.drafting import Drafter, DraftRequest
+from vllm_tokenswift.engine.drafting import Drafter
+from vllm_tokenswift.engine.next_step import NextStep
 from vllm_tokenswift.engine.recording import Recorder
 from vllm_tokenswift.engine.requests import RequestState
 from vllm_tokenswift.engine.staging import Staging
@@ -100,7 +101,7 @@ class TokenSwiftRunnerMixin(_Runner):
         self._plan: VerifyPlan = NO_TREES
         self._dead_nodes: dict[str, frozenset[int]] = {}
         self._placeholders: set[str] = set()
-        self._accepted: list[Accepted] = []
+        self._drafts: list[list[int]] | None = None  # of the next step, from _sample on
         self.ahead = PassesAhead(self)
         self._ready: PassAhead | None = None  # this step's pass, from its inputs to its forward
         self.recorder: Recorder | None = None
@@ -123,6 +124,7 @@ class TokenSwiftRunnerMixin(_Runner):
         """Called once the KV cache stands and the model is compiled."""
         self.tree_attention = self._make_tree_attention()
         self.drafting = Drafter(self)
+        self.next_step = NextStep(self)
         if self.options.record is not None and get_tp_group().rank_in_group == 0:
             folder = Path(self.options.record)
             self.recorder = Recorder(folder, self.options, self.drafting.planner, self.stats)
@@ -206,7 +208,10 @@ class TokenSwiftRunnerMixin(_Runner):
             table,
             speculate=RequestOptions.from_sampling_params(params, options).tokenswift,
             chain_only=params.structured_outputs is not None,
-            max_output_tokens=params.max_tokens or self.max_model_len,
+            max_tokens=min(
+                self.max_model_len,
+                len(prompt) + (params.max_tokens or self.max_model_len),
+            ),
         )
         if self.recorder is not None:
             self.recorder.start(req_id, [*prompt, *request.output_token_ids], sampled)
@@ -262,8 +267,8 @@ class TokenSwiftRunnerMixin(_Runner):
         self._plan, self._dead_nodes = self._make_plan(drafts, num_rows), {}
         return self.step_inputs.fill(num_rows, self._plan)
 
-    def take_back(self, trees: Mapping[str, DraftTree]) -> None:
-        """Trees of a step that did not come: the next may still bring them."""
+    def expect(self, trees: Mapping[str, DraftTree]) -> None:
+        """Trees, by request, that a coming step may bring."""
         self._trees.update((r, tree) for r, tree in trees.items() if r in self.request_states)
 
     def _calc_spec_decode_metadata(
@@ -307,7 +312,7 @@ class TokenSwiftRunnerMixin(_Runner):
                 self._plan,
                 self.query_start_loc.np[: num_reqs + 1],
                 self.optimistic_seq_lens_cpu[:num_reqs].numpy(),
-                self._block_table(),
+                self.block_table(),
             )
         return metadata, common
 
@@ -319,18 +324,43 @@ class TokenSwiftRunnerMixin(_Runner):
         """vLLM's metadata of the step, in which all requests are chains."""
         return super()._build_attention_metadata(*args, **kwargs)
 
-    def _block_table(self) -> np.ndarray:
+    def block_table(self) -> np.ndarray:
         """int32 ``[batch rows, blocks]``: physical blocks of the one KV cache group."""
         table: np.ndarray = self.input_batch.block_table[0].get_numpy_array()
         return table
 
-    # -- accept and commit --------------------------------------------------------
+    # -- accept, commit, draft ------------------------------------------------------
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        self._step = self.execute_model_state  # what _sample drafts from
+        return super().sample_tokens(grammar_output)
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         assert logits is not None
-        req_ids = self.input_batch.req_ids
+        groups = self._row_groups()
+        # vLLM reads a prompt's logprobs from hidden states, over which the next pass may write.
+        may_go_on = not self.num_prompt_logprobs
+        feed = None
+        if self.launches_ahead and may_go_on and self.next_step.is_undrafted(groups):
+            feed = self.next_step.launch_undrafted
+        accepted, logprobs = self.scorer.score(logits, groups, feed)
+        if self._plan.trees:
+            nodes = {g.req_id: a.nodes for g, a in zip(groups, accepted, strict=True)}
+            self.stats.tokens_moved += self.tree_attention.commit(
+                self._plan, nodes, self.block_table()
+            )
+        for group, emitted in zip(groups, accepted, strict=True):
+            if emitted.tokens:
+                self.scorer.commit(group.req_id, emitted.tokens)
+        self.next_step.begin(groups, accepted, self._head_states())
+        self._extend_texts(groups, accepted)
+        self._drafts = self._draft() if may_go_on else None
+        # On the host: vLLM's bookkeeping, their one reader, wants them there.
+        return SamplerOutput(sampled_token_ids(accepted, torch.device("cpu")), logprobs)
+
+    def _row_groups(self) -> list[RowGroup]:
         trees = {rows.req_id: rows.tree for rows in self._plan.trees}
-        groups = [
+        return [
             RowGroup(
                 req_id,
                 tree := trees.get(req_id, EMPTY_TREE),
@@ -341,16 +371,34 @@ class TokenSwiftRunnerMixin(_Runner):
                     else self._dead_nodes.get(req_id, frozenset())
                 ),
             )
-            for batch_row, req_id in enumerate(req_ids)
+            for batch_row, req_id in enumerate(self.input_batch.req_ids)
         ]
-        self._accepted, logprobs = self.scorer.score(logits, groups)
-        if self._plan.trees:
-            nodes = {g.req_id: a.nodes for g, a in zip(groups, self._accepted, strict=True)}
-            self.stats.tokens_moved += self.tree_attention.commit(
-                self._plan, nodes, self._block_table()
-            )
-        # On the host: vLLM's bookkeeping, their one reader, wants them there.
-        return SamplerOutput(sampled_token_ids(self._accepted, torch.device("cpu")), logprobs)
+
+    def _head_states(self) -> torch.Tensor:
+        """The step's hidden states in the form that heads read: ``[query rows, hidden]``."""
+        step = self._step
+        assert step is not None
+        if self.drafter.heads is not None and self.drafter.heads.reads == "pre_norm":
+            assert step.aux_hidden_states is not None
+            return step.aux_hidden_states[0]
+        return step.hidden_states
+
+    def _extend_texts(self, groups: Sequence[RowGroup], accepted: Sequence[Accepted]) -> None:
+        for group, emitted in zip(groups, accepted, strict=True):
+            req_id, tokens = group.req_id, emitted.tokens
+            if not tokens:
+                continue
+            if req_id not in self._placeholders:
+                self.stats.observe(group.tree, emitted.nodes, len(tokens))
+            self.request_states[req_id].draft.extend(tokens)
+            if self.recorder is not None:
+                self.recorder.iteration(req_id, group.tree, emitted.nodes, tokens, len(groups))
+
+    def _draft(self) -> list[list[int]]:
+        """Drafts of the next step, by batch row; on a GPU their pass is under way."""
+        drafted = self.next_step.draft()
+        drafts = {req_id: tree.tokens.tolist() for req_id, tree in drafted.items()}
+        return [drafts.get(req_id, []) for req_id in self.input_batch.req_ids]
 
     def _bookkeeping_sync(
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
@@ -364,83 +412,22 @@ class TokenSwiftRunnerMixin(_Runner):
             if row in generators
         }
         try:
-            result = super()._bookkeeping_sync(scheduler_output, *args, **kwargs)
+            return super()._bookkeeping_sync(scheduler_output, *args, **kwargs)
         finally:
             generators.update(discarded)
-        trees = {rows.req_id: rows.tree for rows in self._plan.trees}
-        for req_id, accepted in zip(self.input_batch.req_ids, self._accepted, strict=True):
-            if not accepted.tokens:
-                continue
-            state = self.request_states[req_id]
-            tree = trees.get(req_id, EMPTY_TREE)
-            self.scorer.commit(req_id, accepted.tokens)
-            if req_id not in self._placeholders:
-                self.stats.observe(tree, accepted.nodes, len(accepted.tokens))
-            state.draft.extend(accepted.tokens)
-            if self.recorder is not None:
-                self.recorder.iteration(
-                    req_id, tree, accepted.nodes, accepted.tokens, len(self._accepted)
-                )
-        return result
 
-    # -- draft --------------------------------------------------------------------
+    def _to_list(self, sampled_token_ids: torch.Tensor) -> list[list[int]]:
+        """vLLM waits here for all that was launched; ours lie on the host already."""
+        tokens: list[list[int]] = sampled_token_ids.tolist()
+        return tokens
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         """Each request is clipped on its own (vLLM would stop drafting for the whole batch)."""
         return common_attn_metadata is not None
 
-    def propose_draft_token_ids(
-        self,
-        scheduler_output: SchedulerOutput,
-        sampled_token_ids: list[list[int]],
-        sampling_metadata: Any,
-        hidden_states: torch.Tensor,
-        sample_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor] | None,
-        spec_decode_metadata: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> list[list[int]]:
-        block_table = self._block_table()
-        requests: list[DraftRequest] = []
-        query_stops = self.query_start_loc.np[1:]
-        for batch_row, req_id in enumerate(self.input_batch.req_ids):
-            accepted = self._accepted[batch_row]
-            state = self.request_states[req_id]
-            if not accepted.tokens or not state.speculate:
-                continue
-            num_drafts = spec_decode_metadata.num_draft_tokens[batch_row]
-            root_row = int(query_stops[batch_row]) - num_drafts - 1
-            num_tokens = int(self.input_batch.num_tokens_no_spec[batch_row])
-            # One token more than the drafts is emitted, and all must fit the model's length.
-            room = self.max_model_len - num_tokens - 1
-            wanted = state.max_output_tokens - len(self.requests[req_id].output_token_ids) - 1
-            if min(room, wanted) <= 0:
-                continue
-            requests.append(
-                DraftRequest(
-                    req_id=req_id,
-                    state=state,
-                    bonus_token=accepted.tokens[-1],
-                    num_tokens=num_tokens,
-                    blocks=block_table[batch_row],
-                    hidden_row=root_row + (accepted.nodes[-1] if accepted.nodes else 0),
-                    max_nodes=min(room, wanted, self.num_spec_tokens),
-                )
-            )
-        if self.drafter.heads is not None and self.drafter.heads.reads == "pre_norm":
-            assert aux_hidden_states is not None
-            hidden_states = aux_hidden_states[0]
-        num_undrafted = self.input_batch.num_reqs - len(requests)
-        trees = self.drafting.draft(requests, hidden_states, num_undrafted)
-        if self.recorder is not None:
-            self.recorder.drafted({r.req_id: r.state.draft for r in requests}, trees)
-        drafted = {r.req_id: tree for r, tree in zip(requests, trees, strict=True)}
-        self._trees.update(drafted)
-        if self.launches_ahead:
-            self.ahead.launch(drafted)
-        drafts = {req_id: tree.tokens.tolist() for req_id, tree in drafted.items()}
-        return [drafts.get(req_id, []) for req_id in self.input_batch.req_ids]
+    def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+        drafts, self._drafts = self._drafts, None
+        return self._draft() if drafts is None else drafts
 
     # -- the next step, ahead of its schedule ---------------------------------------
 
@@ -449,7 +436,3 @@ class TokenSwiftRunnerMixin(_Runner):
     def launches_at_once(self, mode: CUDAGraphMode) -> bool:
         """Whether a pass that runs so is launched in less time than vLLM takes for a step."""
         return True
-
-    def accepted_tokens(self, batch_row: int) -> list[int]:
-        """What the current step accepted of a request, the bonus token last."""
-        return self._accepted[batch_row].tokens

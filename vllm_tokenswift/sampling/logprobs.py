@@ -42,7 +42,8 @@ def gather_logprobs(
     logits: ``[rows, vocab]``, raw or processed as ``mode`` says.
     emitted: the tokens whose requests want logprobs.
     Returns int32 and float32 ``[num_slots, width]`` and int64 ranks ``[num_slots]``;
-    a row narrower than the widest is padded with token 0 at -inf.
+    a row narrower than the widest is padded with token 0 at -inf. On the host: vLLM reads them
+    there, and a pass that was launched in between would be waited for.
     """
     widths = [len(e.state.logprob_token_ids) or e.state.num_logprobs or 0 for e in emitted]
     width = max(widths) + 1
@@ -74,7 +75,7 @@ def gather_logprobs(
         token_ids[slots] = wanted.int()
         values[slots] = gathered.masked_fill(~valid.to(device), -float("inf"))
         ranks[slots] = batched_count_greater_than(scores, gathered[:, :1])
-    return LogprobsTensors(token_ids, values, ranks)
+    return LogprobsTensors(token_ids.cpu(), values.cpu(), ranks.cpu())
 
 
 def _scores(

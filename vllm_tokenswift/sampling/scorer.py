@@ -25,6 +25,9 @@ from vllm_tokenswift.sampling.walk import Accepted, Place, RowGroup, Walk
 
 __all__ = ["Accepted", "RowGroup", "TreeScorer", "sampled_token_ids"]
 
+OnSampled = Callable[[torch.Tensor], None]
+"""Takes int64 ``[groups]`` on the device: the sample of each."""
+
 
 class TreeScorer:
     """All requests' sampling state, and the scoring of their trees.
@@ -107,12 +110,14 @@ class TreeScorer:
         self._states[req_id].commit(tokens)
 
     def score(
-        self, logits: torch.Tensor, groups: Sequence[RowGroup]
+        self, logits: torch.Tensor, groups: Sequence[RowGroup], on_sampled: OnSampled | None = None
     ) -> tuple[list[Accepted], LogprobsTensors | None]:
         """Sample and walk every group's tree.
 
         logits: ``[rows, vocab]``, any float dtype, left unchanged; the groups' rows
             one after another.
+        on_sampled: called with the samples before the host reads them, where it reads nothing
+            else; for groups of which none has drafts or is discarded.
 
         Returns what each group emits, and logprobs if a request of the batch asked
         for them, laid out as :func:`sampled_token_ids` lays out the tokens.
@@ -132,10 +137,12 @@ class TreeScorer:
         if wanted and self.logprobs_mode in PROCESSED_LOGPROBS_MODES:
             processed = torch.empty(logits.shape, dtype=torch.float32, device=self.device)
         walk = Walk(groups, starts, states, logits, processed)
+        if wanted:
+            on_sampled = None
         if self._sample_whole_trees:
-            self._walk_sampled(walk)
+            self._walk_sampled(walk, on_sampled)
         else:
-            self._walk_by_depth(walk)
+            self._walk_by_depth(walk, on_sampled)
         if not wanted:
             return walk.accepted, None
         source = logits if processed is None else processed
@@ -155,19 +162,27 @@ class TreeScorer:
         apply_constraints(shaped, rows)
         return self._shape_random(shaped, rows).softmax(dim=-1)
 
-    def _walk_by_depth(self, walk: Walk) -> None:
+    def _walk_by_depth(self, walk: Walk, on_sampled: OnSampled | None) -> None:
         frontier = walk.roots()
         while frontier:
-            tokens = self._sample(walk, frontier).tolist()
-            steps = [walk.step(place, token) for place, token in zip(frontier, tokens, strict=True)]
+            sampled = self._sample(walk, frontier)
+            if on_sampled is not None:
+                on_sampled(sampled)
+            steps = [
+                walk.step(place, token)
+                for place, token in zip(frontier, sampled.tolist(), strict=True)
+            ]
             frontier = [place for place in steps if place is not None]
 
-    def _walk_sampled(self, walk: Walk) -> None:
+    def _walk_sampled(self, walk: Walk, on_sampled: OnSampled | None) -> None:
         """Sample at every node that the walk could reach, then walk."""
         places = [place for root in walk.roots() for place in walk.reachable(root)]
         if not places:
             return
-        tokens = self._sample(walk, places).tolist()
+        on_device = self._sample(walk, places)
+        if on_sampled is not None:
+            on_sampled(on_device)
+        tokens = on_device.tolist()
         sampled = {
             (place.group, place.node): token for place, token in zip(places, tokens, strict=True)
         }

@@ -1,0 +1,117 @@
+"""From what a step accepted to the next one: who is drafted for, and when its pass starts.
+
+Two ways. Ordinarily the host reads what was accepted, drafts, and launches the pass that
+verifies the drafts. While nothing has been worth drafting, it does not wait: the next pass,
+without drafts, takes the sampled tokens where they lie on the device and is launched before
+the host has read them, as plain vLLM's asynchronous scheduling does; the host then only looks
+whether drafting would pay again, for the step after that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_tokenswift.engine.drafting import DraftRequest
+from vllm_tokenswift.sampling.walk import Accepted, RowGroup
+from vllm_tokenswift.tree import DraftTree
+
+if TYPE_CHECKING:
+    from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
+
+# Steps in a row without a draft after which none is expected of the next. Two: after one, the
+# next was drafted for about as often as not.
+_UNDRAFTED_STEPS = 2
+
+
+class NextStep:
+    """Drafts for a runner's next step and launches its pass where it can be foreseen."""
+
+    def __init__(self, runner: TokenSwiftRunnerMixin) -> None:
+        self.runner = runner
+        self._undrafted = 0
+        self._is_launched = False
+        self._requests: list[DraftRequest] = []
+        self._accepted: Sequence[Accepted] = ()
+
+    def is_undrafted(self, groups: Sequence[RowGroup]) -> bool:
+        """Whether :meth:`launch_undrafted` may be called with the samples of these groups."""
+        return self._undrafted >= _UNDRAFTED_STEPS and not any(
+            len(group.tree) or group.discard for group in groups
+        )
+
+    def launch_undrafted(self, tokens: torch.Tensor) -> None:
+        """Launches the next pass without drafts, where it can be foreseen.
+
+        tokens: int64 ``[requests]`` on the device, samples that nobody has read yet.
+        """
+        self._is_launched = self.runner.ahead.launch_undrafted(tokens)
+
+    def begin(
+        self,
+        groups: Sequence[RowGroup],
+        accepted: Sequence[Accepted],
+        hidden_states: torch.Tensor,
+    ) -> None:
+        """To be called when the scorer has committed what a step emitted, and nobody else.
+
+        The device may begin to draft while the host's indexes take the new tokens in.
+
+        groups, accepted: by batch row, what was verified and emitted. hidden_states: ``[query
+        rows, hidden]``, in the form that the heads read.
+        """
+        self._requests = self._draftable(groups, accepted)
+        self._accepted, self._hidden_states = accepted, hidden_states
+        if not self._is_launched:
+            self.runner.drafting.begin(self._requests, hidden_states)
+
+    def draft(self) -> dict[str, DraftTree]:
+        """The trees of the next step, by request; a request without drafts may be absent."""
+        runner, requests = self.runner, self._requests
+        num_others = len(self._accepted) - len(requests)
+        is_launched, self._is_launched = self._is_launched, False
+        if is_launched:
+            if runner.drafting.would_draft(requests, num_others):
+                self._undrafted = 0
+            return {}
+        trees = runner.drafting.draft(requests, self._hidden_states, num_others)
+        if runner.recorder is not None:
+            runner.recorder.drafted({r.req_id: r.state.draft for r in requests}, trees)
+        drafted = {r.req_id: tree for r, tree in zip(requests, trees, strict=True)}
+        runner.expect(drafted)
+        if runner.launches_ahead:
+            runner.ahead.launch(drafted, [emitted.tokens for emitted in self._accepted])
+        self._undrafted = 0 if runner.drafting.spent_time else self._undrafted + 1
+        return drafted
+
+    def _draftable(
+        self, groups: Sequence[RowGroup], accepted: Sequence[Accepted]
+    ) -> list[DraftRequest]:
+        runner = self.runner
+        block_table, query_stops = runner.block_table(), runner.query_start_loc.np[1:]
+        requests: list[DraftRequest] = []
+        for batch_row, (group, emitted) in enumerate(zip(groups, accepted, strict=True)):
+            state = runner.request_states[group.req_id]
+            if not emitted.tokens or not state.speculate:
+                continue
+            num_tokens = state.draft.num_tokens + len(emitted.tokens)
+            # One token more than the drafts is emitted, and all must fit.
+            room = state.max_tokens - num_tokens - 1
+            if room <= 0:
+                continue
+            root_row = int(query_stops[batch_row]) - len(group.tree) - 1
+            requests.append(
+                DraftRequest(
+                    req_id=group.req_id,
+                    state=state,
+                    bonus_token=emitted.tokens[-1],
+                    num_tokens=num_tokens,
+                    blocks=block_table[batch_row],
+                    hidden_row=root_row + (emitted.nodes[-1] if emitted.nodes else 0),
+                    max_nodes=min(room, runner.num_spec_tokens),
+                    foresight=runner.drafting.foresight(group.req_id),
+                )
+            )
+        return requests
