@@ -1,42 +1,50 @@
 """Is the planner as fast as the best fixed mode, and never slower than plain vLLM?
 
-    python -m benchmarks.planner [--batches 1 4 16] [--tokens 400] [--repeats 3]
+    python -m benchmarks.planner [--batches 1 4 16] [--tokens 300 150 60] [--repeats 3]
         [--texts story penalty ...] [--modes plain auto fixed ...]
 
 Five kinds of text at three batch sizes, written by plain vLLM, by TokenSwift as it plans for
-itself ("auto") and by its fixed modes. Ratios in one run: the engines take turns, one process
-each and repeat, so that a slow minute of the machine hits all of them; medians over the
-repeats, with their range. bfloat16 and vLLM's default compilation.
+itself ("auto") and by its fixed modes. Ratios in one run: two engines are kept, of which
+TokenSwift's changes its mode between batches (benchmarks/modes.py), and all modes take turns
+text by text, in one order and back, so that a slow minute of the machine hits all of them;
+medians over the repeats, with their range. Each repeat has seeds of its own, the same for all
+modes. bfloat16 and vLLM's default compilation.
 
 The best fixed mode is the one with the best median, chosen for each text and batch after the
 fact: no mode that anybody could have set beforehand is as good on all of them. Fixed modes
 draft ``--nodes`` nodes every time; "auto" may draft up to the default.
 
-The record also holds how fast the planner follows a text that changes kind half-way
-(benchmarks/change.py).
+The record is written after every repeat. In the end it also holds how fast the planner follows
+a text that changes kind half-way (benchmarks/change.py).
+
+On a GPU both engines share its memory, and another model is given so (benchmarks/geometry.py):
+
+    python -m benchmarks.planner --model MODEL --heads HEADS --tokens 500 300 200 \
+        --engine '{"gpu_memory_utilization": 0.4}'
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from benchmarks import change, record
+from benchmarks.modes import AUTO, FIXED_MODES, PLAIN, engines, modes_for
 from benchmarks.prompts import CODE, RANDOM_NUMBERS, STORIES
 from vllm_tokenswift import demo_model
-from vllm_tokenswift.demo.engine_process import run_batches
 from vllm_tokenswift.demo.measures import distinct
-from vllm_tokenswift.demo.texts import PENALISED, WINDOWED_PENALTY, Batch, TextRequest, WrittenBatch
-from vllm_tokenswift.options import TokenSwiftOptions
+from vllm_tokenswift.demo.texts import PENALISED, Batch, TextRequest, WrittenBatch
 
 GOAL = 0.97
-PLAIN, AUTO = "plain", "auto"
+_WARM_UP_TOKENS = 8
+_GPU_SHARE = 0.4  # of its memory, for each of two engines
 _PROMPT_TOKENS = 256  # more than a prompt has in its chat template
 
 
@@ -58,63 +66,37 @@ KINDS = {
     "numbers": Kind("random numbers", RANDOM_NUMBERS, {"temperature": 1.0}),
 }
 
-_ONE_PASS = {"plan": "fixed", "self_draft": "off"}
-_NO_TABLE = {"ngram_k": 0}
-_NO_SUFFIX = {"suffix_max_match": 0}
-FIXED_MODES: dict[str, dict[str, Any]] = {
-    "fixed": {"plan": "fixed"},
-    "table": {**_ONE_PASS, **_NO_SUFFIX},
-    "suffix": {**_ONE_PASS, **_NO_TABLE},
-    "heads": {**_ONE_PASS, **_NO_TABLE, **_NO_SUFFIX},
-    "self-draft": {"plan": "fixed", "self_draft": "always", **_NO_TABLE, **_NO_SUFFIX},
-    "paper": {"plan": "paper"},
-}
-"""Options of each; "heads", "fixed", "self-draft" and "paper" get the heads too."""
-_WITHOUT_HEADS = ("table", "suffix")
-# A draft pass reads less than a plain step only once the text is longer than its budget.
-_LONG_MODES = ("self-draft", "paper")
 
+def batches(kinds: Sequence[str], num_tokens: Mapping[int, int], repeat: int) -> list[Batch]:
+    """Every kind of text at every batch size.
 
-def modes_for(num_tokens: int, heads: str | None) -> list[str]:
-    """The modes that mean something for texts of this length."""
-    long = num_tokens > TokenSwiftOptions().budget_tokens
-    fixed = [
-        mode
-        for mode in FIXED_MODES
-        if (long or mode not in _LONG_MODES) and (heads or mode != "heads")
-    ]
-    return [PLAIN, AUTO, *fixed]
-
-
-def engine_of(mode: str, heads: str | None, nodes: int) -> dict[str, Any]:
-    """Arguments of ``LLM`` that make it this mode."""
-    if mode == PLAIN:
-        return {"logits_processors": [WINDOWED_PENALTY]}
-    options: dict[str, Any] = {"method": "tokenswift"}
-    if heads and mode not in _WITHOUT_HEADS:
-        options["heads"] = heads
-    if mode != AUTO:
-        options |= {"num_speculative_tokens": nodes, **FIXED_MODES[mode]}
-    return {"speculative_config": options}
-
-
-def batches(kinds: Sequence[str], sizes: Sequence[int], num_tokens: int) -> list[Batch]:
-    """Every kind of text at every batch size; the seed is the request's place in its batch."""
-    found = []
-    for size in sizes:
-        for name in kinds:
-            kind = KINDS[name]
-            length = {"max_tokens": num_tokens, "ignore_eos": True}
-            requests = [
+    num_tokens: of each text, by batch size. The seeds are those of the repeat, one for each
+    place in a batch.
+    """
+    return [
+        Batch(
+            _name(kind, size),
+            [
                 TextRequest(
-                    f"{name} {i}",
-                    kind.prompts[i % len(kind.prompts)],
-                    {**kind.sampling, "seed": i, **length},
+                    f"{kind} {i}",
+                    KINDS[kind].prompts[i % len(KINDS[kind].prompts)],
+                    {
+                        **KINDS[kind].sampling,
+                        "seed": 1000 * repeat + i,
+                        "max_tokens": length,
+                        "ignore_eos": True,
+                    },
                 )
                 for i in range(size)
-            ]
-            found.append(Batch(f"{name} x {size}", requests))
-    return found
+            ],
+        )
+        for size, length in num_tokens.items()
+        for kind in kinds
+    ]
+
+
+def _name(kind: str, size: int) -> str:
+    return f"{kind} x {size}"
 
 
 def summary(by_mode: dict[str, list[WrittenBatch]]) -> dict[str, Any]:
@@ -179,8 +161,69 @@ def _with_range(values: list[float]) -> str:
 
 
 def main() -> int:
+    arguments = _arguments()
+    num_tokens = dict(zip(arguments.batches, arguments.tokens, strict=True))
+    engine = {
+        "model": arguments.model or str(demo_model.prepare()),
+        "dtype": "bfloat16",
+        "max_model_len": max(arguments.tokens) + _PROMPT_TOKENS,
+        "max_num_seqs": max(arguments.batches),
+        **({"gpu_memory_utilization": _GPU_SHARE} if torch.cuda.is_available() else {}),
+        **arguments.engine,
+    }
+    surroundings = record.surroundings()
+    runs: dict[str, dict[str, list[WrittenBatch]]] = {}
+
+    def write(changes: list[dict[str, Any]]) -> None:
+        results = [
+            {
+                "text": KINDS[kind].label,
+                "batch": size,
+                "tokens": length,
+                **summary(runs[_name(kind, size)]),
+            }
+            for kind in arguments.texts
+            for size, length in num_tokens.items()
+        ]
+        rendered = table(results) + (f"\n\n{change.table(changes)}" if changes else "")
+        print(rendered, flush=True)
+        path = record.write(
+            "planner", {**surroundings, "results": results, "changes": changes}, rendered
+        )
+        print(f"written to {path.name}", flush=True)
+
+    modes = arguments.modes
+    print("starting the engines", flush=True)
+    with engines(engine, arguments.heads, modes, arguments.nodes) as in_mode:
+        for mode in modes:
+            print(f"warming up: {mode}", flush=True)
+            first = batches(arguments.texts, num_tokens, repeat=0)
+            in_mode(mode).warm_up_batches(first, _WARM_UP_TOKENS)
+        for repeat in range(arguments.repeats):
+            for job in batches(arguments.texts, num_tokens, repeat):
+                for mode in modes[:: -1 if repeat % 2 else 1]:
+                    [written] = in_mode(mode).write([job])
+                    runs.setdefault(job.name, {}).setdefault(mode, []).append(written)
+                    print(
+                        f"repeat {repeat + 1} of {arguments.repeats}: {job.name}, {mode}: "
+                        f"{written.tokens_per_second:.1f} tokens/s",
+                        flush=True,
+                    )
+            write(changes=[])
+    write(change.measure())
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16], help="batch sizes")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[300, 150, 60],
+        help="of each text, for each batch size",
+    )
     parser.add_argument("--texts", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument(
         "--modes",
@@ -189,7 +232,6 @@ def main() -> int:
         help="plain and auto are always among them (default: all that mean something for "
         "texts of this length)",
     )
-    parser.add_argument("--tokens", type=int, default=400, help="of each text")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--nodes",
@@ -199,41 +241,25 @@ def main() -> int:
     )
     parser.add_argument("--model", help="another model than the embedded one")
     parser.add_argument("--heads", help="draft heads for it (default: the embedded model's)")
-    arguments = parser.parse_args()
-
-    heads = arguments.heads or (None if arguments.model else demo_model.HEADS)
-    wanted = arguments.modes or modes_for(arguments.tokens, heads)
-    modes = list(dict.fromkeys([PLAIN, AUTO, *wanted]))
-    if "heads" in modes and not heads:
-        parser.error("--modes heads needs --heads: there are none for this model")
-    engine = {
-        "model": arguments.model or str(demo_model.prepare()),
-        "dtype": "bfloat16",
-        "max_model_len": arguments.tokens + _PROMPT_TOKENS,
-        "max_num_seqs": max(arguments.batches),
-    }
-    jobs = batches(arguments.texts, arguments.batches, arguments.tokens)
-    runs: dict[str, dict[str, list[WrittenBatch]]] = {job.name: {} for job in jobs}
-    for repeat in range(arguments.repeats):
-        for mode in modes:
-            print(f"repeat {repeat + 1} of {arguments.repeats}: {mode}", flush=True)
-            settings = engine_of(mode, heads, arguments.nodes)
-            for written in run_batches({**engine, **settings}, jobs):
-                runs[written.name].setdefault(mode, []).append(written)
-                print(f"  {mode}, {written.name}: {written.tokens_per_second:.1f} tokens/s")
-    results = [
-        {"text": KINDS[kind].label, "batch": size, **summary(runs[f"{kind} x {size}"])}
-        for kind in arguments.texts
-        for size in arguments.batches
-    ]
-    changes = change.measure()
-    rendered = f"{table(results)}\n\n{change.table(changes)}"
-    print(rendered)
-    path = record.write(
-        "planner", {**record.surroundings(), "results": results, "changes": changes}, rendered
+    parser.add_argument(
+        "--engine",
+        type=json.loads,
+        default={},
+        help="arguments of both engines, as JSON (on a GPU they get "
+        f"gpu_memory_utilization {_GPU_SHARE} each unless it says otherwise)",
     )
-    print(f"written to {path.name}")
-    return 0
+    arguments = parser.parse_args()
+    if len(arguments.tokens) != len(arguments.batches):
+        parser.error(
+            f"--tokens has {len(arguments.tokens)} lengths for {len(arguments.batches)} batch "
+            "sizes: give one for each"
+        )
+    arguments.heads = arguments.heads or (None if arguments.model else demo_model.HEADS)
+    wanted = arguments.modes or modes_for(max(arguments.tokens), arguments.heads)
+    arguments.modes = list(dict.fromkeys([PLAIN, AUTO, *wanted]))
+    if "heads" in arguments.modes and not arguments.heads:
+        parser.error("--modes heads needs --heads: there are none for this model")
+    return arguments
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import pytest
 from benchmarks import planner
 from benchmarks.prompts import CODE, RANDOM_NUMBERS, STORIES
 from vllm_tokenswift.demo.texts import Written, WrittenBatch
-from vllm_tokenswift.options import TokenSwiftOptions
 
 
 def written(rate: float, per_iteration: float = 1.0) -> WrittenBatch:
@@ -46,39 +45,25 @@ def test_the_table_says_where_the_goal_is_missed() -> None:
     assert bad.endswith("| suffix | 0.95 (0.95 to 0.95) | **no** |")
 
 
-@pytest.mark.parametrize("mode", ["auto", *planner.FIXED_MODES])
-def test_every_mode_is_a_configuration_that_is_allowed(mode: str) -> None:
-    config = planner.engine_of(mode, "heads", 8)["speculative_config"]
-    assert config.pop("method") == "tokenswift"
-    assert (TokenSwiftOptions.from_dict(config).plan == "auto") == (mode == "auto")
-
-
-def test_a_mode_of_one_source_has_that_source_alone() -> None:
-    sources = {}
-    for mode in ("table", "suffix", "heads", "self-draft"):
-        config = planner.engine_of(mode, "heads", 8)["speculative_config"]
-        options = TokenSwiftOptions.from_dict({k: v for k, v in config.items() if k != "method"})
-        sources[mode] = {
-            "table": options.ngram_k > 0,
-            "suffix": options.suffix_max_match > 0,
-            "heads": options.heads is not None,
-            "self-draft": options.self_draft == "always",
-        }
-    alone = {mode: {m: m == mode for m in sources} for mode in sources}
-    alone["self-draft"]["heads"] = True  # they start from the pass
-    assert sources == alone
-
-
-def test_modes_with_a_draft_pass_wait_for_texts_longer_than_its_budget() -> None:
-    short, long = (planner.modes_for(tokens, "heads") for tokens in (400, 4000))
-    assert set(long) - set(short) == {"self-draft", "paper"}
-    assert "heads" not in planner.modes_for(400, None)
+def test_the_table_says_how_far_auto_is_from_plain_in_every_repeat() -> None:
+    [row] = planner.table([{"text": "a", "batch": 4, **summary([19.0, 42.0])}]).splitlines()[2:]
+    assert row.startswith("| a | 1.00 | 4 | 15.0 | 2.00 (1.90 to 2.10) |")
 
 
 def test_the_requests_of_a_batch_write_different_texts() -> None:
     for prompts in (STORIES, CODE, RANDOM_NUMBERS):
         assert len(set(prompts)) == 16
-    [one, many] = planner.batches(["numbers"], [1, 16], 50)
+    [one, many] = planner.batches(["numbers"], {1: 50, 16: 20}, repeat=0)
     assert len(one.texts) == 1
     assert len({text.prompt for text in many.texts}) == 16
-    assert len({text.sampling["seed"] for text in many.texts}) == 16
+    assert [text.sampling["max_tokens"] for text in one.texts + many.texts] == [50] + [20] * 16
+
+
+def test_every_text_of_every_repeat_has_a_seed_of_its_own() -> None:
+    seeds = [
+        text.sampling["seed"]
+        for repeat in range(3)
+        for batch in planner.batches(["sampled"], {16: 20}, repeat)
+        for text in batch.texts
+    ]
+    assert len(set(seeds)) == 3 * 16

@@ -27,6 +27,8 @@ def test_plain_and_tokenswift_are_asked_and_compared(demo_model: Path, tmp_path:
         kept.warm_up([rain])
         [plain] = kept.write_texts([rain])
         [both] = kept.write([Batch("both", [sea, rain])])
+        with pytest.raises(RuntimeError, match="'no_such_method' is not implemented"):
+            kept.call("no_such_method", 1)
     assert [text.name for text in both.texts] == ["the sea", "rain"]
     assert both.texts[1].tokens == plain.tokens
     assert plain.counts[-1] == len(plain.tokens) == 40

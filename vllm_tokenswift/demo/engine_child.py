@@ -3,7 +3,8 @@
 ``python -m vllm_tokenswift.demo.engine_child REPLIES``: each line of standard input is one
 order in JSON, answered by one line of JSON on the file descriptor ``REPLIES`` (standard
 output is for the progress bar). The first order holds the engine's keyword arguments, the
-others are lists of batches; these are answered when they are written. Ends with its input.
+others are lists of batches, or ``{"call": a method of the workers, "arguments": its own}``;
+these are answered when they are done. Ends with its input.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ def main(replies: int) -> None:
         speculates = (engine.get("speculative_config") or {}).get("method") == "tokenswift"
         print("{}", file=out, flush=True)
         for order in orders:
+            if isinstance(order, dict):
+                llm.collective_rpc(order["call"], args=tuple(order["arguments"]))
+                print("{}", file=out, flush=True)
+                continue
             batches = [
                 Batch(batch["name"], [TextRequest(**text) for text in batch["texts"]])
                 for batch in order

@@ -87,6 +87,13 @@ class EngineProcess:
             for batch in self._ask([asdict(batch) for batch in batches])
         ]
 
+    def call(self, method: str, *arguments: Any) -> None:
+        """Calls a method of the engine's workers (vLLM's ``collective_rpc``).
+
+        arguments: plain JSON values.
+        """
+        self._ask({"call": method, "arguments": arguments})
+
     def write_texts(self, texts: Sequence[TextRequest]) -> list[Written]:
         """Writes one text after another; the ``stats`` of each are filled in."""
         written = self.write([Batch(text.name, [text]) for text in texts])
@@ -114,13 +121,6 @@ def run(engine: dict[str, Any], texts: Sequence[TextRequest]) -> list[Written]:
     with EngineProcess(engine) as process:
         process.warm_up(texts)
         return process.write_texts(texts)
-
-
-def run_batches(engine: dict[str, Any], batches: Sequence[Batch]) -> list[WrittenBatch]:
-    """The same for batches."""
-    with EngineProcess(engine) as process:
-        process.warm_up_batches(batches)
-        return process.write(batches)
 
 
 def _read(text: dict[str, Any]) -> Written:

@@ -1,0 +1,162 @@
+"""The modes that the planner's benchmark compares, and one engine that changes between them.
+
+An engine starts in half a minute, and every mode of every repeat would need one; a machine's
+drift between two of them would count. So there are two, kept and taking turns: plain vLLM, and
+TokenSwift, which changes its mode while no request is running.
+
+A mode is everything that TokenSwift's options decide: the options themselves, which every
+request reads when it comes, the node limit, the heads, and the :class:`Drafter` that is made
+of them. Each mode has a Drafter made as an engine that starts with these options makes it,
+measured costs included. Not quite as in an engine of its own are
+
+* vLLM's scheduler, which counts on the largest node limit. It pads a request's first step with
+  that many drafts where all but one token of its prompt is in the prefix cache;
+* CUDA graphs, which are captured up to the largest node limit: with fewer nodes other widths
+  would be. The limit of the fixed modes is the largest by default on a GPU;
+* hidden states for heads that read them before the final norm: the passes of modes without
+  heads return them too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm_tokenswift.demo.engine_process import EngineProcess
+from vllm_tokenswift.demo.texts import WINDOWED_PENALTY
+from vllm_tokenswift.options import TokenSwiftOptions
+
+if TYPE_CHECKING:
+    from vllm_tokenswift.engine.drafting import Drafter
+    from vllm_tokenswift.heads.model import DraftHeads
+
+PLAIN, AUTO = "plain", "auto"
+
+_ONE_PASS = {"plan": "fixed", "self_draft": "off"}
+_NO_TABLE = {"ngram_k": 0}
+_NO_SUFFIX = {"suffix_max_match": 0}
+_NO_HEADS = {"heads": None}
+FIXED_MODES: dict[str, dict[str, Any]] = {
+    "fixed": {"plan": "fixed"},
+    "table": {**_ONE_PASS, **_NO_HEADS, **_NO_SUFFIX},
+    "suffix": {**_ONE_PASS, **_NO_HEADS, **_NO_TABLE},
+    "heads": {**_ONE_PASS, **_NO_TABLE, **_NO_SUFFIX},
+    "self-draft": {"plan": "fixed", "self_draft": "always", **_NO_TABLE, **_NO_SUFFIX},
+    "paper": {"plan": "paper"},
+}
+"""What the options of each are, where they are not those of "auto"."""
+# A draft pass reads less than a plain step only once the text is longer than its budget.
+_LONG_MODES = ("self-draft", "paper")
+
+
+def modes_for(num_tokens: int, heads: str | None) -> list[str]:
+    """The modes that mean something for texts of this length."""
+    long = num_tokens > TokenSwiftOptions().budget_tokens
+    fixed = [
+        mode
+        for mode in FIXED_MODES
+        if (long or mode not in _LONG_MODES) and (heads or mode != "heads")
+    ]
+    return [PLAIN, AUTO, *fixed]
+
+
+def options_of(mode: str, nodes: int) -> dict[str, Any]:
+    """The options of a fixed mode that drafts up to ``nodes`` nodes, as in ``FIXED_MODES``."""
+    return {"num_speculative_tokens": nodes, **FIXED_MODES[mode]}
+
+
+def plain_engine() -> dict[str, Any]:
+    """Arguments of ``LLM`` that make it vLLM's own, with what the penalised texts need."""
+    return {"logits_processors": [WINDOWED_PENALTY]}
+
+
+def tokenswift_engine(heads: str | None) -> dict[str, Any]:
+    """Arguments of ``LLM`` that make it plan for itself, and able to change its mode."""
+    return {
+        "speculative_config": {"method": "tokenswift", "heads": heads},
+        "worker_extension_cls": f"{__name__}.{ModesOfAWorker.__name__}",
+    }
+
+
+@contextmanager
+def engines(
+    engine: Mapping[str, Any], heads: str | None, modes: Sequence[str], nodes: int
+) -> Iterator[Callable[[str], EngineProcess]]:
+    """Two kept engines; yields what makes one of them write in a mode.
+
+    engine: arguments of ``LLM`` that both get. modes: those that will be asked for. nodes: see
+    :func:`options_of`. Raises ValueError where they are more than TokenSwift's engine has
+    room for.
+    """
+    most = TokenSwiftOptions().num_speculative_tokens
+    if nodes > most:
+        raise ValueError(f"fixed modes of {nodes} nodes: the engine drafts up to {most}")
+    fixed = {mode: options_of(mode, nodes) for mode in modes if mode in FIXED_MODES}
+    with ExitStack() as kept:
+        plain = kept.enter_context(EngineProcess({**engine, **plain_engine()}))
+        tokenswift = kept.enter_context(EngineProcess({**engine, **tokenswift_engine(heads)}))
+        tokenswift.call("make_modes", fixed)
+
+        def in_mode(mode: str) -> EngineProcess:
+            if mode == PLAIN:
+                return plain
+            tokenswift.call("change_mode", mode)
+            return tokenswift
+
+        yield in_mode
+
+
+@dataclass(frozen=True)
+class _Mode:
+    """What a runner has in a mode, and in no other."""
+
+    options: TokenSwiftOptions
+    heads: DraftHeads | None
+    drafter: Drafter
+
+
+class ModesOfAWorker:
+    """Methods for TokenSwift's workers (vLLM's ``worker_extension_cls``).
+
+    Each is called on all ranks, between batches.
+    """
+
+    model_runner: Any
+
+    def make_modes(self, fixed: Mapping[str, Mapping[str, Any]]) -> None:
+        """Makes modes beside the one that the engine started in, which is ``AUTO``.
+
+        fixed: by their names, the options in which they differ from it. To be called before
+        the engine writes: costs not yet known are measured over its empty cache.
+
+        Raises ValueError where options are not allowed.
+        """
+        from vllm_tokenswift.engine.drafting import Drafter
+
+        runner = self.model_runner
+        own = _Mode(runner.options, runner.drafter.heads, runner.drafting)
+        self._modes = {AUTO: own}
+        for name, different in fixed.items():
+            options = dataclasses.replace(own.options, **different)
+            heads = own.heads if options.heads is not None else None
+            self._set_up(options, heads)
+            drafter = Drafter(runner)
+            # On a GPU it is captured once, at start-up, and no mode has a pass of its own kind.
+            drafter.draft_pass = own.drafter.draft_pass
+            self._modes[name] = _Mode(options, heads, drafter)
+        self.change_mode(AUTO)
+
+    def change_mode(self, name: str) -> None:
+        """From now on the engine is in this mode. To be called while no request is running."""
+        mode = self._modes[name]
+        self._set_up(mode.options, mode.heads)
+        self.model_runner.drafting = mode.drafter
+
+    def _set_up(self, options: TokenSwiftOptions, heads: DraftHeads | None) -> None:
+        runner = self.model_runner
+        runner.options = options
+        runner.num_spec_tokens = options.num_speculative_tokens
+        runner.drafter.heads = heads
