@@ -11,14 +11,22 @@ from engine_kit import engine, generate, prompt_of, runner_of, tokenswift
 from vllm import SamplingParams
 
 from vllm_tokenswift.demo.texts import WINDOWED_PENALTY
+from vllm_tokenswift.engine import runner as runner_module
 from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
+from vllm_tokenswift.metrics import Stats
 
 PENALTY = {"penalty_theta": 1.3, "penalty_window": 64}
 
 
 @pytest.fixture
-def runs_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def launches_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TokenSwiftRunnerMixin, "launches_ahead", True)
+
+
+@pytest.fixture
+def runs_ahead(launches_ahead: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a launch takes as long as its pass: counted as host time it would forbid drafting."""
+    monkeypatch.setattr(runner_module, "drafting_ms", lambda *_: 0.0)
 
 
 def params_of(max_tokens: int, seed: int) -> SamplingParams:
@@ -171,3 +179,16 @@ def test_drafting_begins_again_when_it_pays(tiny_model, runs_ahead):
         stats = runner_of(llm).stats
         assert stats.num_accepted_tokens > 20
         assert stats.num_passes_unread > 30
+
+
+def test_the_host_s_time_is_measured_at_start_and_leaves_nothing_behind(tiny_model, launches_ahead):
+    params = params_of(40, 0)
+    plain = plain_texts(tiny_model, PROMPTS[:1], [params])
+    with engine(tiny_model, **tokenswift()) as llm:
+        runner = runner_of(llm)
+        assert runner.drafting.planner.cost.drafting_ms > 0
+        assert runner.stats == Stats()
+        assert not runner.requests
+        assert not runner.request_states
+        assert not runner.input_batch.req_ids
+        assert generate(llm, PROMPTS[:1], params) == plain

@@ -32,6 +32,8 @@ class CostModel:
     heads_ms: what a pass of free heads costs: the heads, and the LM head once more.
     host_bound_ms: the least that a pass takes which is not one CUDA graph, because the host
         launches its attention; 0 where there are no such graphs.
+    drafting_ms: what drafting from the text costs the host while the device waits
+        (``engine/host_time.py``); 0 where a step without drafts waits as long.
 
     Raises ValueError for values that no machine has.
     """
@@ -43,6 +45,7 @@ class CostModel:
     draft_points: Points = ()
     heads_ms: float = 0.0
     host_bound_ms: float = 0.0
+    drafting_ms: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.verify_points:
@@ -58,6 +61,7 @@ class CostModel:
             "chain_context_ms_per_token",
             "heads_ms",
             "host_bound_ms",
+            "drafting_ms",
         ):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
@@ -75,9 +79,17 @@ class CostModel:
         )
 
     def tree_ms(self, num_nodes: int, side_chains: int, context_len: int) -> float:
-        """A pass that verifies one request's tree of ``num_nodes`` drafts."""
+        """A step that verifies one request's tree of ``num_nodes`` drafts."""
         chains_ms = side_chains * self.chain_cost_ms(context_len)
-        return self.verify_ms(1 + num_nodes, context_len) + chains_ms
+        host_ms = self.drafting_ms if num_nodes else 0.0
+        return self.verify_ms(1 + num_nodes, context_len) + chains_ms + host_ms
+
+    def step_curve_ms(self, num_plain: int, most_nodes: int) -> npt.NDArray[np.float64]:
+        """float64 ``[most_nodes + 1]``: a step of ``num_plain`` query tokens and, by number,
+        draft nodes; without context."""
+        curve = self.verify_curve_ms(num_plain, num_plain + most_nodes)
+        curve[1:] += self.drafting_ms
+        return curve
 
     def context_ms(self, context_tokens: int) -> float:
         """What reading ``context_tokens`` of prefix adds to a pass."""

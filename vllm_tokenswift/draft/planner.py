@@ -184,12 +184,12 @@ class Planner:
         return trees, tokens, step_ms
 
     def _curve(self, num_plain: int, most_nodes: int) -> tuple[list[float], list[float]]:
-        """By number of nodes: the verify pass's ms, and the least that any further node adds."""
+        """By number of nodes: the step's ms, and the least that any further node adds."""
         key = (num_plain, most_nodes)
         if key not in self._curves:
             if len(self._curves) >= _MAX_CURVES:
                 self._curves.clear()
-            curve = self.cost.verify_curve_ms(num_plain, num_plain + most_nodes)
+            curve = self.cost.step_curve_ms(num_plain, most_nodes)
             steps = np.diff(curve, append=np.inf)
             cheapest = np.minimum.accumulate(steps[::-1])[::-1]
             self._curves[key] = (curve.tolist(), cheapest.tolist())
@@ -300,6 +300,7 @@ class Planner:
         total, best_rate = sum(without), sum(without) / step_ms
         chosen: list[int] = []
         node_ms = self.cost.verify_ms(1 + _SELF_DRAFT_NODES) - self.cost.verify_ms(1)
+        host_ms = 0.0 if any(map(len, planned.trees)) else self.cost.drafting_ms
         extra_ms = 0.0
         best = 0
         for index in sorted(range(len(requests)), key=lambda i: (-extra[i], i)):
@@ -307,7 +308,7 @@ class Planner:
                 continue
             chosen.append(index)
             total += extra[index]
-            extra_ms = source_ms(len(chosen)) + node_ms * len(chosen)
+            extra_ms = host_ms + source_ms(len(chosen)) + node_ms * len(chosen)
             if total / (step_ms + extra_ms) > best_rate:
                 best_rate, best = total / (step_ms + extra_ms), len(chosen)
         for index in chosen[:best]:

@@ -42,16 +42,21 @@ _CPU_INFO = Path("/proc/cpuinfo")
 logger = init_logger(__name__)
 
 
-def cached_cost(runner: TokenSwiftRunnerMixin, curve: CostCurve) -> CostModel:
+def cached_cost(
+    runner: TokenSwiftRunnerMixin,
+    curve: CostCurve,
+    completed: Callable[[CostModel], CostModel],
+) -> CostModel:
     """The cost model of the runner's engine: the cached one, or measured and cached now.
 
-    To be called on every rank, and the same on every rank.
+    completed: adds to what the curve measured. To be called on every rank, and the same on
+    every rank.
     """
     shapes = runner.verify_shapes()
     contexts = curve.contexts(shapes, runner.kv_cache_config.num_blocks, runner.max_model_len)
     return measured_once(
         cost_key(runner.vllm_config, curve, runner.drafter.heads, shapes, contexts),
-        lambda: curve.measure(shapes, *contexts),
+        lambda: completed(curve.measure(shapes, *contexts)),
     )
 
 

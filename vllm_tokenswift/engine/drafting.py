@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from vllm_tokenswift.draft.candidates import HeadCandidates
+from vllm_tokenswift.draft.cost import CostModel
 from vllm_tokenswift.draft.foresight import Foresight, NoiseOf
 from vllm_tokenswift.draft.planner import DraftRequest as PlannedRequest
 from vllm_tokenswift.draft.planner import PlanMode, Planner
@@ -48,10 +49,12 @@ class DraftRequest:
 class Drafter:
     """Drafts for the requests of a batch; owns the planner and the draft pass.
 
+    host_ms: measures, for the cost model, how long the device waits for drafts of the text.
+
     ``spent_time``: whether the last drafting brought drafts, or asked a source that costs time.
     """
 
-    def __init__(self, runner: TokenSwiftRunnerMixin) -> None:
+    def __init__(self, runner: TokenSwiftRunnerMixin, host_ms: Callable[[Drafter], float]) -> None:
         self.runner = runner
         self.options = runner.options
         self.heads = runner.drafter.heads
@@ -66,10 +69,15 @@ class Drafter:
             runner.host_bound_pass,
             runner.device,
         )
-        cost = cached_cost(runner, curve)
-        self.planner = Planner(cost, self.options.budget_tokens, cast(PlanMode, self.options.plan))
         self.spent_time = False
         self._asked: list[HeadRequest] = []
+
+        def completed(cost: CostModel) -> CostModel:
+            self.planner = Planner(cost, self.options.budget_tokens)
+            return replace(cost, drafting_ms=host_ms(self))
+
+        cost = cached_cost(runner, curve, completed)
+        self.planner = Planner(cost, self.options.budget_tokens, cast(PlanMode, self.options.plan))
 
     def begin(self, requests: Sequence[DraftRequest], hidden_states: torch.Tensor) -> None:
         """To be called for the requests of a step before :meth:`draft`, with the same states.

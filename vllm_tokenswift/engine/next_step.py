@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_tokenswift.engine.drafting import DraftRequest
+from vllm_tokenswift.engine.drafting import Drafter, DraftRequest
 from vllm_tokenswift.sampling.walk import Accepted, RowGroup
 from vllm_tokenswift.tree import DraftTree
 
@@ -29,8 +29,9 @@ _UNDRAFTED_STEPS = 2
 class NextStep:
     """Drafts for a runner's next step and launches its pass where it can be foreseen."""
 
-    def __init__(self, runner: TokenSwiftRunnerMixin) -> None:
+    def __init__(self, runner: TokenSwiftRunnerMixin, drafting: Drafter) -> None:
         self.runner = runner
+        self.drafting = drafting
         self._undrafted = 0
         self._is_launched = False
         self._requests: list[DraftRequest] = []
@@ -65,7 +66,7 @@ class NextStep:
         self._requests = self._draftable(groups, accepted)
         self._accepted, self._hidden_states = accepted, hidden_states
         if not self._is_launched:
-            self.runner.drafting.begin(self._requests, hidden_states)
+            self.drafting.begin(self._requests, hidden_states)
 
     def draft(self) -> dict[str, DraftTree]:
         """The trees of the next step, by request; a request without drafts may be absent."""
@@ -73,17 +74,17 @@ class NextStep:
         num_others = len(self._accepted) - len(requests)
         is_launched, self._is_launched = self._is_launched, False
         if is_launched:
-            if runner.drafting.would_draft(requests, num_others):
+            if self.drafting.would_draft(requests, num_others):
                 self._undrafted = 0
             return {}
-        trees = runner.drafting.draft(requests, self._hidden_states, num_others)
+        trees = self.drafting.draft(requests, self._hidden_states, num_others)
         if runner.recorder is not None:
             runner.recorder.drafted({r.req_id: r.state.draft for r in requests}, trees)
         drafted = {r.req_id: tree for r, tree in zip(requests, trees, strict=True)}
         runner.expect(drafted)
         if runner.launches_ahead:
             runner.ahead.launch(drafted, [emitted.tokens for emitted in self._accepted])
-        self._undrafted = 0 if runner.drafting.spent_time else self._undrafted + 1
+        self._undrafted = 0 if self.drafting.spent_time else self._undrafted + 1
         return drafted
 
     def _draftable(
@@ -111,7 +112,7 @@ class NextStep:
                     blocks=block_table[batch_row],
                     hidden_row=root_row + (emitted.nodes[-1] if emitted.nodes else 0),
                     max_nodes=min(room, runner.num_spec_tokens),
-                    foresight=runner.drafting.foresight(group.req_id),
+                    foresight=self.drafting.foresight(group.req_id),
                 )
             )
         return requests

@@ -38,6 +38,7 @@ from vllm_tokenswift.engine.cost_curve import (
 from vllm_tokenswift.engine.descent import Descent
 from vllm_tokenswift.engine.draft_pass import DraftPass
 from vllm_tokenswift.engine.drafting import Drafter
+from vllm_tokenswift.engine.host_time import drafting_ms
 from vllm_tokenswift.engine.next_step import NextStep
 from vllm_tokenswift.engine.recording import Recorder
 from vllm_tokenswift.engine.requests import RequestState
@@ -123,8 +124,8 @@ class TokenSwiftRunnerMixin(_Runner):
     def start_drafting(self) -> None:
         """Called once the KV cache stands and the model is compiled."""
         self.tree_attention = self._make_tree_attention()
-        self.drafting = Drafter(self)
-        self.next_step = NextStep(self)
+        self.drafting = Drafter(self, lambda drafting: drafting_ms(self, drafting))
+        self.next_step = NextStep(self, self.drafting)
         if self.options.record is not None and get_tp_group().rank_in_group == 0:
             folder = Path(self.options.record)
             self.recorder = Recorder(folder, self.options, self.drafting.planner, self.stats)
@@ -183,16 +184,17 @@ class TokenSwiftRunnerMixin(_Runner):
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         for req_id in scheduler_output.finished_req_ids:
-            self._forget_request(req_id)
+            self.forget_request(req_id)
         corrections = super()._update_states(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
-            self._forget_request(new.req_id)  # a streaming request that goes on is a new one
-            self._start_request(new.req_id)
+            self.forget_request(new.req_id)  # a streaming request that goes on is a new one
+            self.start_request(new.req_id)
         for req_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             self.request_states[req_id].table.forget()
         return corrections
 
-    def _start_request(self, req_id: str) -> None:
+    def start_request(self, req_id: str) -> None:
+        """Takes in a request that the runner's batch has."""
         request = self.requests[req_id]
         params = request.sampling_params
         prompt = request.prompt_token_ids
@@ -227,7 +229,7 @@ class TokenSwiftRunnerMixin(_Runner):
             options.refresh_tokens,
         )
 
-    def _forget_request(self, req_id: str) -> None:
+    def forget_request(self, req_id: str) -> None:
         if self.request_states.pop(req_id, None) is not None:
             self.scorer.remove(req_id)
             self._trees.pop(req_id, None)
@@ -349,11 +351,7 @@ class TokenSwiftRunnerMixin(_Runner):
             self.stats.tokens_moved += self.tree_attention.commit(
                 self._plan, nodes, self.block_table()
             )
-        for group, emitted in zip(groups, accepted, strict=True):
-            if emitted.tokens:
-                self.scorer.commit(group.req_id, emitted.tokens)
-        self.next_step.begin(groups, accepted, self._head_states())
-        self._extend_texts(groups, accepted)
+        self.follow(self.next_step, groups, accepted, self._head_states())
         self._drafts = self._draft() if may_go_on else None
         # On the host: vLLM's bookkeeping, their one reader, wants them there.
         return SamplerOutput(sampled_token_ids(accepted, torch.device("cpu")), logprobs)
@@ -383,7 +381,18 @@ class TokenSwiftRunnerMixin(_Runner):
             return step.aux_hidden_states[0]
         return step.hidden_states
 
-    def _extend_texts(self, groups: Sequence[RowGroup], accepted: Sequence[Accepted]) -> None:
+    def follow(
+        self,
+        next_step: NextStep,
+        groups: Sequence[RowGroup],
+        accepted: Sequence[Accepted],
+        head_states: torch.Tensor,
+    ) -> None:
+        """Takes in what a step emitted. The device begins to draft before the texts have it."""
+        for group, emitted in zip(groups, accepted, strict=True):
+            if emitted.tokens:
+                self.scorer.commit(group.req_id, emitted.tokens)
+        next_step.begin(groups, accepted, head_states)
         for group, emitted in zip(groups, accepted, strict=True):
             req_id, tokens = group.req_id, emitted.tokens
             if not tokens:

@@ -5,7 +5,7 @@ would have written on at the fastest pace, in ms per token, that was to be had t
 
 - a chain that the text offered (n-grams, suffix matches) and that was accepted, as much of
   the longest one as is fastest: ``V(1 + l) / (1 + l)`` for ``l`` from 0 (plain decoding) to
-  its length, where ``V`` is the verify pass at this context;
+  its length, where ``V`` is the verify step at this context;
 - or what the run itself had accepted, without what it wasted. What heads and self-draft
   passes offered is not recorded, so it is taken as it was: where they brought something
   accepted, their time is part of this pace, otherwise it is waste.
@@ -110,14 +110,14 @@ def _regret(iteration: Iteration, record: Record, offered: int) -> Regret:
     heads_ms = times.passes_ms + times.heads_ms
     heads_hit = any(iteration.accepted[source] for source in HEAD_SOURCES)
 
-    useful_ms = cost.verify_ms(1 + accepted, iteration.position)
+    useful_ms = cost.tree_ms(accepted, 0, iteration.position)
     idle_rows_ms = times.verify_ms - useful_ms
     idle_heads_ms = heads_ms
     if heads_hit:
         useful_ms += heads_ms
         idle_heads_ms = 0.0
 
-    chains_ms = cost.verify_curve_ms(1, 1 + offered) + cost.context_ms(iteration.position)
+    chains_ms = cost.step_curve_ms(1, offered) + cost.context_ms(iteration.position)
     paces = chains_ms / np.arange(1, 2 + offered)
     as_short = min(useful_ms / emitted, float(paces[: accepted + 1].min()))
     rest_ms = useful_ms - emitted * as_short
