@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from vllm_tokenswift.draft.candidates import HeadCandidates
-from vllm_tokenswift.draft.foresight import Foresight, NoiseOf
+from vllm_tokenswift.draft.foresight import Foresight
 from vllm_tokenswift.draft.planner import DraftRequest as PlannedRequest
 from vllm_tokenswift.draft.planner import PlanMode, Planner
+from vllm_tokenswift.draft.warm_up import warm_up
 from vllm_tokenswift.engine.cost_cache import cached_cost
 from vllm_tokenswift.engine.cost_curve import CostCurve
 from vllm_tokenswift.engine.draft_pass import DraftRow
@@ -62,7 +63,9 @@ class Drafter:
             runner.device,
         )
         cost = cached_cost(runner, curve)
-        self.planner = Planner(cost, self.options.budget_tokens, cast(PlanMode, self.options.plan))
+        mode = cast(PlanMode, self.options.plan)
+        self.planner = Planner(cost, self.options.budget_tokens, mode)
+        warm_up(mode)
 
     def draft(
         self,
@@ -135,16 +138,7 @@ class Drafter:
         )
 
     def _foresight(self, req_id: str) -> Foresight | None:
-        scorer = self.runner.scorer
-        if self.options.plan != "auto" or scorer.noise_at(req_id, 0) is None:
-            return None
-
-        def noise_at(depth: int) -> NoiseOf:
-            noise = scorer.noise_at(req_id, depth)
-            assert noise is not None
-            return noise
-
-        return Foresight(noise_at)
+        return self.runner.scorer.foresight(req_id) if self.options.plan == "auto" else None
 
     def _wants_pass(self, planned: list[PlannedRequest], num_undrafted: int) -> list[bool]:
         if self.options.self_draft == "off":
