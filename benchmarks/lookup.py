@@ -3,12 +3,17 @@
 One iteration commits the tokens that a step emitted and looks up both structures; neither
 may cost more on a long text than on a short one:
 
-    python benchmarks/lookup.py OUT.json [--iterations 300]
+    python benchmarks/lookup.py OUT.json [--iterations 300] [--touch-mb 64]
 
 Columns, in microseconds of CPU time per iteration (median): ``extend`` of the n-gram table
 and the suffix index by ``emitted`` tokens, ``look-up`` in both (longest matches with their
-continuations, top-k n-grams), their sum, and ``plan``: a whole planned iteration (learning,
-extending, offers, a tree of at most 64 nodes).
+continuations, top-k n-grams), their sum, ``plan``: a whole planned iteration (learning,
+extending, offers, a tree of at most 64 nodes), and ``heads``: one of sampled text with heads.
+There planning runs twice, before it is known what heads say and after, looks at the noise of
+the coming positions, and heads offer 8 tokens below each of 5 paths.
+
+--touch-mb: memory written to before every iteration, as a model's pass on the same CPU would,
+so that nothing is found in the caches.
 """
 
 from __future__ import annotations
@@ -19,18 +24,28 @@ import platform
 import random
 import statistics
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
+from vllm_tokenswift.draft.candidates import NO_ROW, HeadCandidates
 from vllm_tokenswift.draft.cost import CostModel
+from vllm_tokenswift.draft.foresight import Foresight
 from vllm_tokenswift.draft.ngrams import NgramTable
+from vllm_tokenswift.draft.noise import MURMUR
 from vllm_tokenswift.draft.planner import DraftRequest, Planner
 from vllm_tokenswift.draft.state import DraftState
 from vllm_tokenswift.draft.suffix import SuffixIndex
+from vllm_tokenswift.draft.warm_up import warm_up
 
 LENGTHS = (1_000, 10_000, 100_000)
 NODE_BUDGET = 64
 # Flat up to the budget, so that the planner takes every node that it can get.
-COST = CostModel(verify_points=((1, 7.0), (1 + NODE_BUDGET, 7.1)))
+COST = CostModel(verify_points=((1, 7.0), (1 + NODE_BUDGET, 7.1)), heads_ms=0.05)
 
 
 def looping_text(num_tokens: int) -> list[int]:
@@ -59,36 +74,89 @@ def varied_text(num_tokens: int) -> list[int]:
 TEXTS = {"looping": (looping_text, 8), "varied": (varied_text, 2)}
 
 
-def measure(text: list[int], emitted: int, iterations: int) -> dict[str, float]:
+# Chances of the tokens that heads offer below a path, and the paths they go on with.
+HEAD_CHANCES = (0.5, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01, 0.01)
+PATHS_BELOW = ((1, 2), (3, 4), (), (), ())
+
+
+def heads_at(text: list[int], position: int) -> HeadCandidates:
+    """Heads that know the next two tokens of the text, among others."""
+    rng = random.Random(position)
+    rows = [[rng.randrange(49_152) for _ in HEAD_CHANCES] for _ in PATHS_BELOW]
+    for row, token in zip(rows[:2], text[position : position + 2], strict=False):
+        row[0] = token
+    below = [[*rows_below, *[NO_ROW] * (8 - len(rows_below))] for rows_below in PATHS_BELOW]
+    chances = [list(HEAD_CHANCES) for _ in PATHS_BELOW]
+    return HeadCandidates(rows, chances, free=True, below=below, foreseen=True)
+
+
+def foresight_at(position: int) -> Foresight:
+    return Foresight(MURMUR, lambda _: np.array([7, position], np.uint64))
+
+
+class Iterations:
+    """Planned iterations of one request at the end of a text."""
+
+    def __init__(self, history: list[int], sampled: bool) -> None:
+        self.state = DraftState(sampled=sampled)
+        self.state.extend(history)
+        self.planner = Planner(COST)
+
+    def plan(self, tokens: list[int]) -> None:
+        self.state.extend(tokens)
+        self.planner.plan([DraftRequest(self.state, None, self.state.num_tokens, NODE_BUDGET)])
+
+    def plan_with_heads(self, tokens: list[int], heads: HeadCandidates) -> None:
+        self.state.extend(tokens)
+        position = self.state.num_tokens
+        request = DraftRequest(
+            self.state, None, position, NODE_BUDGET, foresight=foresight_at(position)
+        )
+        self.planner.wants_free_heads([request])
+        self.planner.plan([replace(request, heads=heads)])
+
+
+def measure(
+    text: list[int], emitted: int, iterations: int, touched: npt.NDArray[np.uint8]
+) -> dict[str, float]:
     """Median microseconds per iteration at the end of ``text``."""
     history = len(text) - iterations * emitted
-    table, suffix, state = NgramTable(), SuffixIndex(), DraftState()
-    for part in (table, suffix, state):
-        part.extend(text[:history])
-    planner = Planner(COST)
-    extend_us, lookup_us, plan_us = [], [], []
-    for start in range(history, len(text), emitted):
-        tokens = text[start : start + emitted]
-        began = time.process_time()
-        table.extend(tokens)
-        suffix.extend(tokens)
-        extended = time.process_time()
+    table, suffix = NgramTable(), SuffixIndex()
+    for part in (table, suffix):
+        part.extend(np.array(text[:history], np.int32))
+    plain, with_heads = (Iterations(text[:history], sampled) for sampled in (False, True))
+    times: dict[str, list[float]] = {"extend": [], "lookup": [], "plan": [], "heads": []}
+
+    def timed(column: str, work: Callable[[], object]) -> None:
+        touched[:] += 1
+        began = time.process_time_ns()
+        work()
+        times[column].append((time.process_time_ns() - began) / 1e3)
+
+    def extend(tokens: list[int]) -> None:
+        new = np.array(tokens, np.int32)
+        table.extend(new)
+        suffix.extend(new)
+
+    def look_up(token: int) -> None:
         for match in suffix.match(3):
             suffix.continuation(match, 16)
-        table.lookup(tokens[-1])
-        looked_up = time.process_time()
-        state.extend(tokens)
-        planner.plan([DraftRequest(state, None, start + emitted, NODE_BUDGET)])
-        planned = time.process_time()
-        extend_us.append((extended - began) * 1e6)
-        lookup_us.append((looked_up - extended) * 1e6)
-        plan_us.append((planned - looked_up) * 1e6)
-    both = [e + lo for e, lo in zip(extend_us, lookup_us, strict=True)]
+        table.lookup(token)
+
+    for start in range(history, len(text), emitted):
+        tokens = text[start : start + emitted]
+        heads = heads_at(text, start + emitted)
+        timed("extend", partial(extend, tokens))
+        timed("lookup", partial(look_up, tokens[-1]))
+        timed("plan", partial(plain.plan, tokens))
+        timed("heads", partial(with_heads.plan_with_heads, tokens, heads))
+    both = [e + lo for e, lo in zip(times["extend"], times["lookup"], strict=True)]
     return {
-        "extend_us": statistics.median(extend_us),
-        "lookup_us": statistics.median(lookup_us),
+        "extend_us": statistics.median(times["extend"]),
+        "lookup_us": statistics.median(times["lookup"]),
         "extend_and_lookup_us": statistics.median(both),
-        "plan_us": statistics.median(plan_us),
+        "plan_us": statistics.median(times["plan"]),
+        "plan_with_heads_us": statistics.median(times["heads"]),
     }
 
 
@@ -96,16 +164,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("json", type=Path, help="where to write the record")
     parser.add_argument("--iterations", type=int, default=100)
+    parser.add_argument("--touch-mb", type=int, default=0)
     arguments = parser.parse_args()
+    warm_up("auto")
+    touched = np.zeros(arguments.touch_mb << 20, np.uint8)
     rows = []
-    columns = ("tokens", "emitted", "extend", "look-up", "both", "plan")
+    columns = ("tokens", "emitted", "extend", "look-up", "both", "plan", "heads")
     print("text    ", *(f"{column:>7}" for column in columns))
     for name, (make, emitted) in TEXTS.items():
         for length in LENGTHS:
-            times = measure(make(length), emitted, arguments.iterations)
+            times = measure(make(length), emitted, arguments.iterations, touched)
             rows.append({"text": name, "tokens": length, "emitted": emitted, **times})
             print(f"{name:8} {length:7} {emitted:7}", *(f"{us:7.1f}" for us in times.values()))
-    record = {"python": platform.python_version(), "machine": platform.processor(), "rows": rows}
+    record = {
+        "python": platform.python_version(),
+        "machine": platform.processor(),
+        "touched_mb": arguments.touch_mb,
+        "rows": rows,
+    }
     arguments.json.write_text(json.dumps(record, indent=2) + "\n")
 
 

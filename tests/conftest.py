@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from vllm_tokenswift.demo_model import CHECKPOINT_NAME
+from vllm_tokenswift.draft.compiled import CACHE_NAME
 from vllm_tokenswift.home import cache_home
 
 # Before vLLM is imported by any test: no model hub, no statistics.
@@ -34,10 +35,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Costs measured by tests neither come from the user's home nor go there.
 
-    The demo model, which takes long to make, is the user's.
+    The demo model and compiled code, which take long to make, are the user's.
     """
     home = tmp_path_factory.mktemp("tokenswift-home")
-    (home / CHECKPOINT_NAME).symlink_to(cache_home() / CHECKPOINT_NAME)
+    for name in (CHECKPOINT_NAME, CACHE_NAME):
+        (home / name).symlink_to(cache_home() / name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOKENSWIFT_HOME", str(home))
         yield home

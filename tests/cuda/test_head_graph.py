@@ -10,7 +10,6 @@ from vllm.sampling_params import SamplingParams
 from vllm_tokenswift.cuda.head_graph import HeadGraphs
 from vllm_tokenswift.cuda.tree_scorer import CUDATreeScorer
 from vllm_tokenswift.draft.candidates import HeadCandidates
-from vllm_tokenswift.draft.foresight import Foresight
 from vllm_tokenswift.engine.head_drafts import HeadDrafts, HeadRequest
 from vllm_tokenswift.heads.model import DraftHeads
 from vllm_tokenswift.options import TokenSwiftOptions
@@ -102,9 +101,7 @@ def candidates(
     scorer = drafts.scorer
     requests = []
     for number, req_id in enumerate(req_ids):
-        foresight = None
-        if not blind and scorer.noise_at(req_id, 0) is not None:
-            foresight = Foresight(lambda depth, of=req_id: scorer.noise_at(of, depth))
+        foresight = None if blind else scorer.foresight(req_id)
         requests.append(HeadRequest(req_id, 10 + number, foresight))
     return drafts.candidates(requests, own, start)
 
@@ -152,10 +149,10 @@ def test_chances_go_by_probability_and_noise(req_id: str, device: torch.device) 
         _, read = heads.step(0, start, drafts._embedded([10]))
         scales = part.scales(drafts.scorer.states([req_id]))
         likely = part.probabilities(drafts._own_logits(read), scales)[0].double().cpu()
-        noise = drafts.scorer.noise_at(req_id, 0)
-        assert noise is not None
+        foresight = drafts.scorer.foresight(req_id)
+        assert foresight is not None
         tokens = part.tokens.tolist()
-        likely /= torch.tensor([noise(token) for token in tokens]).double() ** power
+        likely /= torch.tensor([foresight.noise(0, token) for token in tokens]).double() ** power
         likely /= likely.sum()
         top = likely.topk(len(found.tokens[0]))
         assert found.tokens[0] == [tokens[place] for place in top.indices.tolist()]

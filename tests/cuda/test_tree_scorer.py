@@ -169,10 +169,11 @@ def test_a_seeded_request_samples_by_the_noise_that_drafts_are_told_of(
         logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(seed))
         # A chain of what the noise says is accepted to its end: every depth is compared.
         told = []
+        foresight = fast.foresight("a")
+        assert foresight is not None
         for depth, row in enumerate(logits.double().softmax(-1).tolist()):
-            noise = fast.noise_at("a", depth)
-            assert noise is not None
-            told.append(min(range(VOCAB), key=lambda x, n=noise, p=row: n(x) / p[x]))
+            noise = [foresight.noise(depth, token) for token in range(VOCAB)]
+            told.append(min(range(VOCAB), key=lambda x, n=noise, p=row: n[x] / p[x]))
         [accepted], _ = fast.score(logits.to(device), [RowGroup("a", DraftTree.chain(told[:3]))])
         assert accepted.tokens == told
         fast.commit("a", accepted.tokens)

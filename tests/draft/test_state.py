@@ -4,27 +4,30 @@ import random
 
 from vllm_tokenswift.draft.candidates import HeadCandidates
 from vllm_tokenswift.draft.state import DraftState
-from vllm_tokenswift.draft.trie import grow_tree
-from vllm_tokenswift.tree import Source
+from vllm_tokenswift.tree import DraftTree, Source
+
+
+def drafted(state: DraftState, limit: int, heads: HeadCandidates | None = None) -> DraftTree:
+    return state.tree(state.draft(heads, limit))
 
 
 def test_the_text_so_far_continues_itself() -> None:
     state = DraftState()
     state.extend([1, 2, 3, 4, 5, 1, 2])
-    tree = grow_tree(state.candidates(None, 3), 8)
-    assert tree.tokens.tolist() == [3, 4, 5]
+    assert drafted(state, 3).tokens.tolist() == [3, 4, 5]
 
 
 def test_offers_are_at_most_as_deep_as_allowed() -> None:
     state = DraftState()
     state.extend([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3])
     for depth in (1, 2, 5):
-        assert max(grow_tree(state.candidates(None, depth), 100).depths) == depth
-    assert state.candidates(None, 0) == []
+        assert max(drafted(state, depth).depths) == depth
+        assert state.longest_offer([4, 5, 6, 7, 8][:depth]) == depth
+    assert len(drafted(state, 0)) == 0
 
 
 def chance(state: DraftState) -> float:
-    return float(grow_tree(state.candidates(None, 1), 1).probabilities[0])
+    return float(drafted(state, 1).probabilities[0])
 
 
 def test_acceptance_is_learned_without_drafting() -> None:
@@ -52,18 +55,19 @@ def test_what_was_offered_before_a_skipped_step_does_not_matter() -> None:
     once, twice = DraftState(), DraftState()
     for state in (once, twice):
         state.extend([1, 2, 3, 1, 2])
-        state.candidates(None, 4)
-    twice.candidates(None, 4)
+        state.draft(None, 4)
+    twice.draft(None, 4)
     for state in (once, twice):
         state.extend([3, 1])
-    assert once.gains.rates == twice.gains.rates
+    assert (once.cells == twice.cells).all()
+    assert (once.cells != DraftState().cells).any()
 
 
 def test_heads_are_continued_by_the_text_after_their_first_token() -> None:
     state = DraftState()
     state.extend([1, 7, 8, 9, 2])
     heads = HeadCandidates([[7], [50]], [[0.9], [0.1]], free=False)
-    tree = grow_tree(state.candidates(heads, 4), 20)
+    tree = drafted(state, 20, heads)
     first = tree.children[0][7]
     below = tree.children[first]
     assert Source(int(tree.sources[first - 1])) is Source.SELF
@@ -74,8 +78,8 @@ def test_heads_on_a_text_that_offers_nothing() -> None:
     state = DraftState()
     state.extend([1])
     heads = HeadCandidates([[7, 8], [9]], [[0.6, 0.2], [0.3]], free=True)
-    tree = grow_tree(state.candidates(heads, 1), 20)
-    assert tree.tokens.tolist() == [7, 8]
+    tree = drafted(state, 3, heads)
+    assert tree.children[0].keys() == {7, 8}
 
 
 def test_sources_can_be_switched_off() -> None:
@@ -86,7 +90,7 @@ def test_sources_can_be_switched_off() -> None:
         (DraftState(k=0, max_match=0), set()),
     ):
         state.extend(text)
-        tree = grow_tree(state.candidates(None, 3), 20)
+        tree = drafted(state, 3)
         assert set(tree.sources.tolist()) == expected
 
 
@@ -95,12 +99,12 @@ def test_the_callers_list_is_not_kept() -> None:
     state = DraftState()
     state.extend(tokens)
     tokens[:] = [9, 9, 9, 9]
-    assert grow_tree(state.candidates(None, 1), 4).tokens.tolist() == [2]
+    assert drafted(state, 1).tokens.tolist() == [2]
 
 
 def test_extending_by_nothing_changes_nothing() -> None:
     state = DraftState()
     state.extend([1, 2, 1])
-    before = grow_tree(state.candidates(None, 2), 4).tokens.tolist()
+    before = drafted(state, 2).tokens.tolist()
     state.extend([])
-    assert grow_tree(state.candidates(None, 2), 4).tokens.tolist() == before
+    assert drafted(state, 2).tokens.tolist() == before

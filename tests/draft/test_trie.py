@@ -7,48 +7,28 @@ import random
 import numpy as np
 import pytest
 
-from vllm_tokenswift.draft.candidates import (
+from vllm_tokenswift.draft.candidates import NO_ROW, HeadCandidates
+from vllm_tokenswift.draft.foresight import NO_KEYS
+from vllm_tokenswift.draft.noise import NO_NOISE
+from vllm_tokenswift.draft.offers import (
+    BELOW,
     NO_CELL,
-    NO_ROW,
-    Handle,
-    HeadCandidates,
-    HeadOffer,
-    NgramOffer,
-    Offer,
-    Step,
+    NUM_BELOW,
+    SOURCE,
+    STEP_COLUMNS,
+    TOKEN,
 )
-from vllm_tokenswift.draft.ngrams import NgramTable
-from vllm_tokenswift.draft.trie import grow_tree, paper_tree
+from vllm_tokenswift.draft.state import DraftState
+from vllm_tokenswift.draft.trie import TAKEN_COLUMNS, take_best_first, tree_of
 from vllm_tokenswift.tree import DraftTree, Source
 
-
-class TableOfPaths(Offer):
-    """Offers given paths; ``rates`` of the tokens below each prefix."""
-
-    root = ()
-
-    def __init__(self, source: Source, rates: dict[tuple[int, ...], dict[int, float]]) -> None:
-        self.source = source
-        self.rates = rates
-
-    def steps(self, handle: Handle) -> list[Step]:
-        return [
-            (
-                token,
-                rate,
-                int(self.source),
-                NO_CELL,
-                (*handle, token) if (*handle, token) in self.rates else None,
-            )
-            for token, rate in self.rates[handle].items()
-        ]
-
-    def paths(self) -> set[tuple[int, ...]]:
-        return {(*prefix, token) for prefix, row in self.rates.items() for token in row}
+Rates = dict[tuple[int, ...], dict[int, float]]
+"""Chances of the tokens below each prefix."""
+Offer = tuple[Source, Rates]
 
 
-def random_offer(rng: random.Random, source: Source) -> TableOfPaths:
-    rates: dict[tuple[int, ...], dict[int, float]] = {}
+def random_offer(rng: random.Random, source: Source) -> Offer:
+    rates: Rates = {}
     level: list[tuple[int, ...]] = [()]
     for _ in range(3):
         below = []
@@ -58,7 +38,50 @@ def random_offer(rng: random.Random, source: Source) -> TableOfPaths:
             rates[prefix] = {t: 0.95 * s / sum(shares) for t, s in zip(tokens, shares, strict=True)}
             below += [(*prefix, token) for token in tokens if rng.random() < 0.7]
         level = below
-    return TableOfPaths(source, rates)
+    return source, rates
+
+
+def paths(offer: Offer) -> set[tuple[int, ...]]:
+    return {(*prefix, token) for prefix, row in offer[1].items() for token in row}
+
+
+def grow_tree(offers: list[Offer], budget: int, chain_only: bool = False) -> DraftTree:
+    """The ``budget`` likeliest nodes that the offers hold, merged."""
+    steps: list[list[int]] = []
+    chances: list[float] = []
+    roots: list[list[int]] = []
+    for source, rates in offers:
+        first: dict[tuple[int, ...], int] = {}  # of each prefix's group
+        for prefix, row in rates.items():
+            first[prefix] = len(steps)
+            for token, rate in row.items():
+                step = [0] * STEP_COLUMNS
+                step[TOKEN], step[SOURCE] = token, source
+                step[2] = NO_CELL
+                steps.append(step)
+                chances.append(rate)
+        for prefix, row in rates.items():
+            for place, token in enumerate(row):
+                if (below := (*prefix, token)) in rates:
+                    step = steps[first[prefix] + place]
+                    step[BELOW], step[NUM_BELOW] = first[below], len(rates[below])
+        roots.append([first[()], len(rates[()])])
+    taken, probabilities = np.empty((budget, TAKEN_COLUMNS), np.int32), np.empty(budget)
+    count = take_best_first(
+        np.array(steps, np.int32),
+        np.array(chances),
+        np.array(roots, np.int32),
+        len(roots),
+        budget,
+        0.0,
+        chain_only,
+        False,
+        NO_NOISE,
+        NO_KEYS,
+        taken,
+        probabilities,
+    )
+    return tree_of(taken, probabilities, count)
 
 
 def tree_paths(tree: DraftTree) -> dict[tuple[int, ...], float]:
@@ -73,9 +96,9 @@ def test_only_offered_paths_are_drafted_and_none_twice(seed: int) -> None:
     rng = random.Random(seed)
     offers = [random_offer(rng, source) for source in (Source.SELF, Source.NGRAM, Source.SUFFIX)]
     tree = grow_tree(offers, budget=1000)
-    paths = tree_paths(tree)
-    assert len(paths) == len(tree)
-    assert set(paths) == set.union(*(offer.paths() for offer in offers))
+    drafted = tree_paths(tree)
+    assert len(drafted) == len(tree)
+    assert set(drafted) == set.union(*map(paths, offers))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -92,7 +115,7 @@ def test_a_budget_keeps_the_likeliest_nodes(seed: int, budget: int) -> None:
 def test_one_source_is_taken_at_its_word(seed: int) -> None:
     offer = random_offer(random.Random(seed), Source.NGRAM)
     for path, probability in tree_paths(grow_tree([offer], 1000)).items():
-        expected = math.prod(offer.rates[path[:i]][path[i]] for i in range(len(path)))
+        expected = math.prod(offer[1][path[:i]][path[i]] for i in range(len(path)))
         assert probability == pytest.approx(expected, rel=1e-6)
 
 
@@ -107,9 +130,9 @@ def test_children_never_promise_more_than_their_parent(seed: int) -> None:
 
 
 def test_of_sources_that_agree_the_surest_counts() -> None:
-    offers = [
-        TableOfPaths(Source.NGRAM, {(): {1: 0.3, 2: 0.35}}),
-        TableOfPaths(Source.SUFFIX, {(): {1: 0.5}}),
+    offers: list[Offer] = [
+        (Source.NGRAM, {(): {1: 0.3, 2: 0.35}}),
+        (Source.SUFFIX, {(): {1: 0.5}}),
     ]
     tree = grow_tree(offers, 10)
     assert tree.tokens.tolist() == [1, 2]
@@ -118,9 +141,9 @@ def test_of_sources_that_agree_the_surest_counts() -> None:
 
 
 def test_a_sure_candidate_is_not_pulled_down_by_unlikely_ones() -> None:
-    offers = [
-        TableOfPaths(Source.SUFFIX, {(): {1: 0.98}}),
-        TableOfPaths(Source.NGRAM, {(): {2: 0.4, 3: 0.4}}),
+    offers: list[Offer] = [
+        (Source.SUFFIX, {(): {1: 0.98}}),
+        (Source.NGRAM, {(): {2: 0.4, 3: 0.4}}),
     ]
     assert grow_tree(offers, 1).probabilities.tolist() == pytest.approx([0.98])
 
@@ -156,10 +179,15 @@ def heads() -> HeadCandidates:
     )
 
 
+def state_of(text: list[int], **switches: int) -> DraftState:
+    state = DraftState(**switches)
+    state.extend(text)
+    return state
+
+
 def test_the_paper_tree_is_the_cartesian_tree_and_the_ngrams_after_the_first_token() -> None:
-    table = NgramTable(n=4, k=20)
-    table.extend([10, 20, 7, 8, 10, 20, 7, 9, 11, 1, 2, 3])
-    tree = paper_tree(heads(), table, budget=1000)
+    state = state_of([10, 20, 7, 8, 10, 20, 7, 9, 11, 1, 2, 3])
+    tree = state.paper_tree(heads(), budget=1000)
     cartesian = {
         path[:depth]
         for path in itertools.product([10], [20, 21, 22], [30, 31, 32], [40, 41, 42])
@@ -171,27 +199,37 @@ def test_the_paper_tree_is_the_cartesian_tree_and_the_ngrams_after_the_first_tok
     assert set(tree.sources.tolist()) == {Source.SELF, Source.HEADS, Source.NGRAM}
 
 
+def test_the_paper_takes_chances_at_face_value_and_ngrams_add_up() -> None:
+    """Four times (10, 1, 2, 3), twice (10, 1, 2, 4), twice (10, 5, 6, 7)."""
+    text = [10, 1, 2, 3] * 4 + [10, 1, 2, 4] * 2 + [10, 5, 6, 7] * 2
+    first = HeadCandidates([[10]], [[0.9]], free=False)
+    drafted = tree_paths(state_of(text).paper_tree(first, budget=1000))
+    assert drafted[(10,)] == pytest.approx(0.9)
+    assert drafted[(10, 1)] == pytest.approx(0.9 * 6 / 8)
+    assert drafted[(10, 1, 2)] == pytest.approx(0.9 * 6 / 8)
+    assert drafted[(10, 1, 2, 3)] == pytest.approx(0.9 * 4 / 8)
+    assert drafted[(10, 5, 6, 7)] == pytest.approx(0.9 * 2 / 8)
+    assert len(drafted) == 1 + 7
+
+
 def test_the_paper_tree_cut_to_a_budget_keeps_its_likeliest_path() -> None:
-    tree = paper_tree(heads(), NgramTable(), budget=4)
+    tree = DraftState().paper_tree(heads(), budget=4)
     assert len(tree) == 4
     assert tree.tokens[:2].tolist() == [10, 20]
 
 
-def test_ngrams_share_prefixes_and_their_frequencies_add_up() -> None:
-    ngrams = [((1, 2, 3), 4), ((1, 2, 4), 2), ((5, 6, 7), 2)]
-    tree = grow_tree([NgramOffer(None, ngrams, total=16, max_depth=3)], 100)
-    paths = tree_paths(tree)
-    assert paths[(1,)] == pytest.approx(6 / 16)
-    assert paths[(1, 2, 3)] == pytest.approx(4 / 16)
-    assert paths[(5, 6, 7)] == pytest.approx(2 / 16)
-    assert len(tree) == 7
+def heads_tree(candidates: HeadCandidates, limit: int = 100) -> DraftTree:
+    """What is drafted where there are only heads."""
+    state = state_of([1], k=0, max_match=0)
+    return state.tree(state.draft(candidates, limit))
 
 
 def test_heads_name_their_sources_by_depth() -> None:
-    tree = grow_tree([HeadOffer(None, heads(), (1, 1, 1, 1))], 10)
-    assert tree.sources.tolist() == [Source.SELF, Source.HEADS, Source.HEADS, Source.HEADS]
+    narrow = HeadCandidates([[10], [20], [30], [40]], [[0.9], [0.3], [0.2], [0.2]], free=False)
+    sources = heads_tree(narrow).sources.tolist()
+    assert sources == [Source.SELF, Source.HEADS, Source.HEADS, Source.HEADS]
     free = HeadCandidates([[1]], [[0.5]], free=True)
-    assert grow_tree([HeadOffer(None, free, (1,))], 10).sources.tolist() == [Source.FREE_HEADS]
+    assert heads_tree(free).sources.tolist() == [Source.FREE_HEADS]
 
 
 def test_rows_of_heads_follow_only_the_tokens_they_were_asked_behind() -> None:
@@ -201,8 +239,14 @@ def test_rows_of_heads_follow_only_the_tokens_they_were_asked_behind() -> None:
         free=True,
         below=[[1, NO_ROW, 2], [NO_ROW, NO_ROW], [NO_ROW, NO_ROW]],
     )
-    tree = grow_tree([HeadOffer(None, along_paths, (3, 3))], 100)
-    assert set(tree_paths(tree)) == {(1,), (2,), (3,), (1, 10), (1, 11), (3, 20), (3, 21)}
+    expected = {(1,), (2,), (3,), (1, 10), (1, 11), (3, 20), (3, 21)}
+    assert set(tree_paths(heads_tree(along_paths))) == expected
+
+
+def test_heads_of_all_paths_form_every_combination() -> None:
+    wide = HeadCandidates([[1, 2], [3, 4, 5]], [[0.4, 0.4], [0.3, 0.3, 0.3]], free=True)
+    combinations = {(a,) for a in (1, 2)} | set(itertools.product((1, 2), (3, 4, 5)))
+    assert set(tree_paths(heads_tree(wide))) == combinations
 
 
 def test_heads_of_unequal_shapes_are_refused() -> None:
@@ -211,6 +255,14 @@ def test_heads_of_unequal_shapes_are_refused() -> None:
 
 
 def test_trees_hold_the_promised_types() -> None:
-    tree = grow_tree([HeadOffer(None, heads(), (1, 3))], 10)
-    assert tree.tokens.dtype == np.int32
+    tree = heads_tree(heads())
+    assert tree.tokens.dtype == tree.parents.dtype == np.int32
+    assert tree.sources.dtype == np.int8
     assert tree.probabilities.dtype == np.float32
+
+
+def test_more_children_than_there_is_room_for_at_first_are_merged() -> None:
+    wide: Offer = (Source.NGRAM, {(): dict.fromkeys(range(300), 0.001)})
+    deep: Offer = (Source.SUFFIX, {(): {7: 0.5}, (7,): dict.fromkeys(range(400), 0.002)})
+    tree = grow_tree([wide, deep], 1000)
+    assert set(tree_paths(tree)) == paths(wide) | paths(deep)

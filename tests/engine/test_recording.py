@@ -77,13 +77,13 @@ def test_a_tree_counts_with_what_was_decided_and_spent_for_it(tmp_path: Path) ->
     state = DraftState()
     recording.start("a", [5, 6], sampled=False)
     recording.iteration("a", EMPTY_TREE, [], [7], 1)
-    state.candidates(HeadCandidates([[8]], [[0.5]], free=False), 4)
+    state.draft(HeadCandidates([[8]], [[0.5]], free=False), 4)
     planner.decisions["self_draft_probe"] += 1
     stats.num_draft_passes += 2
     tree = DraftTree.build([8, 9], [0, 0], [Source.SELF, Source.NGRAM])
     recording.drafted({"a": state}, [tree])
     recording.iteration("a", tree, [1], [8, 4], 3)
-    state.candidates(None, 4)
+    state.draft(None, 4)
     recording.drafted({"a": state}, [EMPTY_TREE])
     recording.iteration("a", EMPTY_TREE, [], [3], 1)
     recording.iteration("a", EMPTY_TREE, [], [2], 1)

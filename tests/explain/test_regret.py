@@ -11,7 +11,7 @@ from vllm_tokenswift.draft.planner import PlanMode, Planner
 from vllm_tokenswift.draft.replay import noisy_heads, replay
 from vllm_tokenswift.draft.state import DraftState
 from vllm_tokenswift.explain.record import NO_NODES, PROMPT, Iteration, Record
-from vllm_tokenswift.explain.regret import Regret, longest_offer, longest_offers, regrets
+from vllm_tokenswift.explain.regret import Regret, longest_offers, regrets
 from vllm_tokenswift.explain.replayed import ReplayRecorder
 from vllm_tokenswift.explain.times import times_of
 from vllm_tokenswift.options import TokenSwiftOptions
@@ -150,10 +150,10 @@ def test_where_nothing_was_allowed_nothing_is_left_out() -> None:
 def test_the_longest_offer_ends_where_another_token_came() -> None:
     state = DraftState()
     state.extend([1, 2, 3, 4, 5, 6, 1, 2])
-    assert longest_offer(state, [3, 4, 5, 6, 1]) == 5
-    assert longest_offer(state, [3, 4, 9, 6]) == 2
-    assert longest_offer(state, [9]) == 0
-    assert longest_offer(state, []) == 0
+    assert state.longest_offer([3, 4, 5, 6, 1]) == 5
+    assert state.longest_offer([3, 4, 9, 6]) == 2
+    assert state.longest_offer([9]) == 0
+    assert state.longest_offer([]) == 0
 
 
 @pytest.mark.parametrize("mode", ["auto", "fixed"])

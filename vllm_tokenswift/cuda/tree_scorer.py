@@ -21,6 +21,7 @@ from vllm_tokenswift.cuda.penalty import penalise_windows
 from vllm_tokenswift.cuda.scored_rows import Parameter, ScoredRows
 from vllm_tokenswift.cuda.scorer import sample_rows
 from vllm_tokenswift.cuda.seed_noise import SeedNoise
+from vllm_tokenswift.draft.foresight import Foresight
 from vllm_tokenswift.engine.staging import Staging
 from vllm_tokenswift.sampling.constraints import Rows, apply_constraints
 from vllm_tokenswift.sampling.noise import PositionDraws
@@ -56,12 +57,12 @@ class CUDATreeScorer(TreeScorer):
     def _new_draws(self, generator: torch.Generator | None) -> PositionDraws:
         return SeedNoise(generator)
 
-    def noise_at(self, req_id: str, depth: int) -> Callable[[int], float] | None:
+    def foresight(self, req_id: str) -> Foresight | None:
         state = self._states[req_id]
         if state.greedy or self._use_fp64:
             return None
         assert isinstance(state.draws, SeedNoise)
-        return state.draws.noise_of(state.num_prompt + state.num_output - 1 + depth)
+        return state.draws.foresight_from(state.num_prompt + state.num_output - 1)
 
     def constrain(self, logits: torch.Tensor, req_ids: Sequence[str]) -> torch.Tensor:
         states = [self._states[req_id] for req_id in req_ids]

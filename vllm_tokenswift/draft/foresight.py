@@ -23,12 +23,13 @@ weights are counted.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable
 from math import exp
 
-NoiseOf = Callable[[int], float]
-"""The exponential noise of a token at one position."""
+import numpy as np
+
+from vllm_tokenswift.draft.compiled import entry, inner
+from vllm_tokenswift.draft.noise import Keys, exponential, position_key
 
 # Counted on SmolLM2's text at temperature 1, with and without a penalty: by the noise of
 # 23,000 offered tokens, how the odds that they came differ from all tokens' (in log-odds).
@@ -50,38 +51,64 @@ def noise_power(cuts_unlikely: bool) -> float:
     return 0.5 if cuts_unlikely else 1.0
 
 
-class Foresight:
-    """The noise of one request's coming positions, each looked up when it is first asked for.
+@inner
+def chance(probability: float, noise: float) -> float:
+    """The chance that a token is drawn where its ``probability`` is known."""
+    if probability < _LEAST_PROBABILITY:
+        return 0.0
+    return exp(-noise * (1.0 - probability) / probability)
 
-    noise_at: for a depth (0 is the position after the bonus token) the noise of its tokens.
+
+@inner
+def weighed(rate: float, noise: float) -> float:
+    """The chance that an offered token is accepted, which is ``rate`` over all noise."""
+    if not _LEAST_RATE <= rate < 1.0:
+        return rate
+    bucket = 0
+    for edge in _NOISE_EDGES:
+        bucket += edge <= noise
+    # The surer an offer, the less it depends on luck.
+    odds = rate / (1.0 - rate) * (1.0 + (_ODDS_FACTORS[bucket] - 1.0) * (1.0 - rate))
+    return odds / (1.0 + odds)
+
+
+@entry
+def weighed_by(kind: int, key: np.uint64, rate: float, token: int) -> float:
+    """:func:`weighed` with the noise of a token. kind, key: see ``draft/noise.py``."""
+    if not _LEAST_RATE <= rate < 1.0:
+        return rate  # its noise need not be looked at
+    return weighed(rate, exponential(kind, key, token))
+
+
+class Foresight:
+    """The noise of one request's coming positions.
+
+    kind: which noise. keys: for a number of positions, what their noise is made from (both see
+    ``draft/noise.py``).
     """
 
-    def __init__(self, noise_at: Callable[[int], NoiseOf]) -> None:
-        self._noise_at = noise_at
-        self._by_depth: list[NoiseOf] = []
-        self._known: list[dict[int, float]] = []  # plans of one step ask for the same tokens
+    def __init__(self, kind: int, keys: Callable[[int], Keys]) -> None:
+        self.kind = kind
+        self._keys_of = keys
+        self._keys = NO_KEYS
+        self._known = 0
+
+    def keys(self, num_positions: int) -> Keys:
+        """uint64, of at least the next ``num_positions`` positions."""
+        if self._known < num_positions:
+            self._keys, self._known = self._keys_of(num_positions), num_positions
+        return self._keys
 
     def noise(self, depth: int, token: int) -> float:
         """``E_x`` of a token, ``depth`` positions after the next."""
-        while len(self._by_depth) <= depth:
-            self._by_depth.append(self._noise_at(len(self._by_depth)))
-            self._known.append({})
-        known = self._known[depth]
-        if token not in known:
-            known[token] = self._by_depth[depth](token)
-        return known[token]
-
-    def chance(self, probability: float, depth: int, token: int) -> float:
-        """The chance that ``token`` is drawn where its ``probability`` is known."""
-        if probability < _LEAST_PROBABILITY:
-            return 0.0
-        return exp(-self.noise(depth, token) * (1.0 - probability) / probability)
+        return exponential(self.kind, self._key(depth), token)
 
     def weighed(self, rate: float, depth: int, token: int) -> float:
         """The chance that an offered token is accepted, which is ``rate`` over all noise."""
-        if not _LEAST_RATE <= rate < 1.0:
-            return rate
-        factor = _ODDS_FACTORS[bisect_right(_NOISE_EDGES, self.noise(depth, token))]
-        # The surer an offer, the less it depends on luck.
-        odds = rate / (1.0 - rate) * (1.0 + (factor - 1.0) * (1.0 - rate))
-        return odds / (1.0 + odds)
+        return weighed_by(self.kind, self._key(depth), rate, token)
+
+    def _key(self, depth: int) -> np.uint64:
+        return np.uint64(position_key(self.kind, self.keys(depth + 1), depth))
+
+
+NO_KEYS: Keys = np.zeros(0, np.uint64)

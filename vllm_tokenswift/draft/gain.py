@@ -10,10 +10,13 @@ again needs no wasted pass, except for sources that need a pass to exist at all.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable
 from math import exp
 
+import numpy as np
+import numpy.typing as npt
+
+from vllm_tokenswift.draft.compiled import inner
 from vllm_tokenswift.tree import Source
 
 # Match lengths at which a cell begins. A candidate at depth d below a match of length m is
@@ -21,9 +24,6 @@ from vllm_tokenswift.tree import Source
 # (Counted on prose, code and loops: acceptance at depths 1, 2 and 3+ of one such length
 # differs by less than the counting error.)
 _MATCH_EDGES = (1, 2, 3, 4, 5, 6, 7, 9, 12, 16, 24, 32, 64, 128)
-_BUCKET_OF_MATCH = [
-    max(bisect_right(_MATCH_EDGES, length) - 1, 0) for length in range(_MATCH_EDGES[-1] + 1)
-]
 # Solved from the mean accepted lengths measured below matches of 2, 3, 5 and 8 tokens
 # (1.2, 4.4, 7.4, 12.3): mean(m) = p(m) * (1 + mean(m + 1)).
 _MATCH_PRIORS = (0.20, 0.25, 0.60, 0.70, 0.74, 0.77, 0.80, 0.85, 0.89, 0.93, 0.95, 0.97, 0.98, 0.99)
@@ -55,6 +55,26 @@ _HEAD_DEPTHS = 4
 # How far the prior believes a distribution: the draft pass is the target itself on a part
 # of its cache, heads are weak and know nothing of the path they are put on.
 _HEAD_TRUST = {Source.SELF: 0.95, Source.HEADS: 0.5, Source.FREE_HEADS: 0.5}
+_FIRST_HEAD_SOURCE = int(min(_HEAD_TRUST))
+
+
+Floats = npt.NDArray[np.float64]
+
+# Columns of the cells: the estimated chance that a candidate of that cell is accepted, its
+# parent being so; and how many observations it rests on.
+RATE, _WEIGHT = 0, 1
+# How many observations a prior counts for, and how many a cell remembers at most. Rates are
+# running means over them, so a cell that is hit at every step has forgotten another kind of
+# text after about three times as many tokens.
+_PRIOR_WEIGHT, _MEMORY = 4.0, 32.0
+
+# Where the cells of each kind begin.
+_FIRST_SUPPORTED = len(_MATCH_PRIORS)
+_FIRST_NGRAM = _FIRST_SUPPORTED + 2 * len(_SUPPORT_OFFSETS) * len(_MATCH_PRIORS)
+_FIRST_HEAD = _FIRST_NGRAM + len(_COUNT_TRUST) * len(_COUNT_TRUST[0]) * len(_SHARE_CENTRES)
+_HEAD_CELLS = _HEAD_DEPTHS * len(_PROBABILITY_CENTRES)
+_COUNTS, _SHARES = len(_COUNT_TRUST[0]), len(_SHARE_CENTRES)
+_NGRAM_DEPTHS, _PROBABILITIES = len(_COUNT_TRUST), len(_PROBABILITY_CENTRES)
 
 
 def _shifted(probability: float, log_odds: float) -> float:
@@ -62,86 +82,80 @@ def _shifted(probability: float, log_odds: float) -> float:
     return odds / (1.0 + odds)
 
 
-class GainModel:
-    """Acceptance of one request's candidates.
+def new_cells(sampled: bool = False) -> Floats:
+    """Cells of a request of which nothing is known, ``[cells, 2]``.
 
-    memory: how many observations a cell remembers. Rates are running means over them, so
-        a cell that is hit at every step has forgotten another kind of text after about
-        three times as many tokens.
-    prior_weight: how many observations the prior counts for.
-    sampled: the request's tokens are drawn, not its likeliest ones.
-
-    ``rates[cell]`` is the estimated chance that a candidate of that cell is accepted, its
-    parent being so.
+    sampled: its tokens are drawn, not its likeliest ones.
     """
-
-    def __init__(
-        self, memory: float = 32.0, prior_weight: float = 4.0, sampled: bool = False
-    ) -> None:
-        self._memory = memory
-        self.rates: list[float] = []
-        shift = _SAMPLED_MATCH_OFFSET if sampled else 0.0
-        match_priors = [_shifted(p, shift) for p in _MATCH_PRIORS]
-        first = self._add(match_priors)
-        self._match_cells = [first + bucket for bucket in _BUCKET_OF_MATCH]
-        self._first_supported = self._add(
+    shift = _SAMPLED_MATCH_OFFSET if sampled else 0.0
+    match_priors = [_shifted(p, shift) for p in _MATCH_PRIORS]
+    rates = [
+        *match_priors,
+        *(
             _shifted(p * factor, offset)
             for factor in (1.0, _ALTERNATIVE_FACTOR)
             for offset in _SUPPORT_OFFSETS
             for p in match_priors
-        )
-        self._first_ngram = self._add(
-            share * trust for trusts in _COUNT_TRUST for trust in trusts for share in _SHARE_CENTRES
-        )
-        self._first_head = {
-            source: self._add(p * trust for _ in range(_HEAD_DEPTHS) for p in _PROBABILITY_CENTRES)
-            for source, trust in _HEAD_TRUST.items()
-        }
-        self._weights = [prior_weight] * len(self.rates)
+        ),
+        *(share * trust for trusts in _COUNT_TRUST for trust in trusts for share in _SHARE_CENTRES),
+        *(
+            p * trust
+            for trust in _HEAD_TRUST.values()
+            for _ in range(_HEAD_DEPTHS)
+            for p in _PROBABILITY_CENTRES
+        ),
+    ]
+    return np.array([rates, [_PRIOR_WEIGHT] * len(rates)]).T.copy()
 
-    def _add(self, priors: Iterable[float]) -> int:
-        first = len(self.rates)
-        self.rates.extend(priors)
-        return first
 
-    def match_cell(self, match_length: int, support: float, alternative: bool) -> int:
-        """Cell of the token that directly follows a match of ``match_length`` tokens.
+@inner
+def _bucket(edges: Iterable[float], value: float) -> int:
+    """How many of the rising ``edges`` are at most ``value``."""
+    bucket = 0
+    for edge in edges:
+        bucket += edge <= value
+    return bucket
 
-        support: the token's share among what followed the bonus token so far.
-        alternative: a longer match is followed by another token.
-        """
-        row = alternative * len(_SUPPORT_OFFSETS) + bisect_right(_SUPPORT_EDGES, support)
-        bucket = _BUCKET_OF_MATCH[min(match_length, len(_BUCKET_OF_MATCH) - 1)]
-        return self._first_supported + row * len(_MATCH_PRIORS) + bucket
 
-    def continued_match_cells(self) -> list[int]:
-        """Cells of the tokens further down: at depth d below a match of m, ``[m + d - 1]``.
+@inner
+def continued_match_cell(length: int) -> int:
+    """Cell of a token further down: at depth d (from 1) below a match of m, length m + d - 1."""
+    return max(_bucket(_MATCH_EDGES, length) - 1, 0)
 
-        Lengths beyond the list's end share its last entry.
-        """
-        return self._match_cells
 
-    def ngram_cell(self, frequency: int, share: float, depth: int) -> int:
-        """Cell of an n-gram's token: seen ``frequency`` times here, in ``share`` of the cases.
+@inner
+def match_cell(match_length: int, support: float, alternative: bool) -> int:
+    """Cell of the token that directly follows a match of ``match_length`` tokens.
 
-        depth: from 1, counted from the n-gram's first token.
-        """
-        row = (min(depth, len(_COUNT_TRUST)) - 1) * len(_COUNT_TRUST[0])
-        row += bisect_right(_COUNT_EDGES, frequency)
-        return self._first_ngram + row * len(_SHARE_CENTRES) + bisect_right(_SHARE_EDGES, share)
+    support: the token's share among what followed the bonus token so far.
+    alternative: a longer match is followed by another token.
+    """
+    row = alternative * len(_SUPPORT_OFFSETS) + _bucket(_SUPPORT_EDGES, support)
+    return _FIRST_SUPPORTED + row * len(_MATCH_PRIORS) + continued_match_cell(match_length)
 
-    def head_cell(self, source: Source, probability: float, depth: int) -> int:
-        """Cell of a token to which a head (or the draft pass) gives ``probability``."""
-        row = min(depth, _HEAD_DEPTHS) - 1
-        return (
-            self._first_head[source]
-            + row * len(_PROBABILITY_CENTRES)
-            + bisect_right(_PROBABILITY_EDGES, probability)
-        )
 
-    def observe(self, cell: int, accepted: bool) -> None:
-        """Learn from one candidate whose parent was accepted."""
-        weight = min(self._weights[cell] + 1.0, self._memory)
-        self._weights[cell] = weight
-        rate = self.rates[cell]
-        self.rates[cell] = rate + ((1.0 if accepted else 0.0) - rate) / weight
+@inner
+def ngram_cell(frequency: int, share: float, depth: int) -> int:
+    """Cell of an n-gram's token: seen ``frequency`` times here, in ``share`` of the cases.
+
+    depth: from 1, counted from the n-gram's first token.
+    """
+    row = (min(depth, _NGRAM_DEPTHS) - 1) * _COUNTS + _bucket(_COUNT_EDGES, frequency)
+    return _FIRST_NGRAM + row * _SHARES + _bucket(_SHARE_EDGES, share)
+
+
+@inner
+def head_cell(source: int, probability: float, depth: int) -> int:
+    """Cell of a token to which a head (or the draft pass) gives ``probability``."""
+    first = _FIRST_HEAD + (source - _FIRST_HEAD_SOURCE) * _HEAD_CELLS
+    row = min(depth, _HEAD_DEPTHS) - 1
+    return first + row * _PROBABILITIES + _bucket(_PROBABILITY_EDGES, probability)
+
+
+@inner
+def observe(cells: Floats, cell: int, accepted: bool) -> None:
+    """Learn from one candidate whose parent was accepted."""
+    weight = min(cells[cell, _WEIGHT] + 1.0, _MEMORY)
+    cells[cell, _WEIGHT] = weight
+    rate = cells[cell, RATE]
+    cells[cell, RATE] = rate + ((1.0 if accepted else 0.0) - rate) / weight

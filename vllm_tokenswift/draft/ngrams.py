@@ -3,19 +3,158 @@
 The paper keeps pairs (n-gram, frequency) and retrieves the ``k`` most frequent that
 begin with ``argmax p_0``. Here the ranking per first token is kept as the text grows:
 an n-gram's rank changes only when it is seen again, and then only upwards, so one
-insertion into a list of at most ``k`` keeps the top-k exact and a look-up is a copy.
+insertion into a list of at most ``k`` keeps the top-k exact and a look-up is a walk along it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import numpy as np
+import numpy.typing as npt
 
-_TOKEN_BITS = 24
+from vllm_tokenswift.draft.compiled import entry, inner
+from vllm_tokenswift.draft.hashing import hashed
+
+Ints = npt.NDArray[np.int32]
+
+# Columns of the n-grams behind their n tokens: how often seen, and the next in rank of those
+# with the same first token (an n-gram's number is its row + 1; 0: none).
+COUNT, NEXT = -2, -1
+# Columns of the first tokens, a hash table: the token + 1 (0: free), the n-gram that ranks
+# first, and how often the token began an n-gram.
+_TOKEN, _HEAD, TOTAL = 0, 1, 2
+# What is counted.
+_NGRAMS, _FIRSTS, _WINDOW = 0, 1, 2
 
 
-# (the tokens after the first, n - 1 of them; how often the n-gram was seen). A plain tuple:
-# there are many, and the garbage collector leaves plain tuples of numbers alone.
-Ngram = tuple[tuple[int, ...], int]
+@inner
+def _slot(slots: Ints, ngrams: Ints, tokens: Ints) -> int:
+    """Where the number of an n-gram stands, or belongs."""
+    n = ngrams.shape[1] + COUNT
+    place = 0
+    for index in range(n):
+        place = hashed(place, tokens[index])
+    mask = len(slots) - 1
+    place &= mask
+    while slots[place] != 0:
+        row = slots[place] - 1
+        index = 0
+        while index < n and ngrams[row, index] == tokens[index]:
+            index += 1
+        if index == n:
+            break
+        place = (place + 1) & mask
+    return place
+
+
+@inner
+def first_row(firsts: Ints, token: int) -> int:
+    """The row of a first token, or the free one where it belongs."""
+    mask = len(firsts) - 1
+    row = hashed(token, 0) & mask
+    while firsts[row, _TOKEN] != 0 and firsts[row, _TOKEN] != token + 1:
+        row = (row + 1) & mask
+    return row
+
+
+@inner
+def _rank(ngrams: Ints, first: Ints, number: int, k: int) -> None:
+    """Moves an n-gram that was just seen to its place: by count, of equals the newest first."""
+    count = ngrams[number - 1, COUNT]
+    before = previous = ranked = 0
+    is_placed = False
+    current = first[_HEAD]
+    while current != 0 and current != number:
+        if not is_placed and ngrams[current - 1, COUNT] <= count:
+            before, is_placed = previous, True
+        previous, current = current, ngrams[current - 1, NEXT]
+        ranked += 1
+    if current == number:
+        if not is_placed:
+            return
+        ngrams[previous - 1, NEXT] = ngrams[number - 1, NEXT]
+    elif not is_placed:
+        if ranked == k:
+            return
+        before = previous
+    if before == 0:
+        ngrams[number - 1, NEXT] = first[_HEAD]
+        first[_HEAD] = number
+    else:
+        ngrams[number - 1, NEXT] = ngrams[before - 1, NEXT]
+        ngrams[before - 1, NEXT] = number
+    if current != number and ranked == k:
+        # The last one falls out of the ranking; its count is kept.
+        current = first[_HEAD]
+        while ngrams[current - 1, NEXT] != previous:
+            current = ngrams[current - 1, NEXT]
+        ngrams[current - 1, NEXT] = 0
+
+
+@entry
+def _extend(
+    slots: Ints, ngrams: Ints, firsts: Ints, window: Ints, counts: Ints, k: int, tokens: Ints
+) -> int:
+    """Appends tokens as long as there is room for what they add; returns how many."""
+    n = len(window)
+    for index in range(len(tokens)):
+        if (
+            counts[_NGRAMS] + 1 > len(ngrams)
+            or 2 * (counts[_NGRAMS] + 1) > len(slots)
+            or 2 * (counts[_FIRSTS] + 1) > len(firsts)
+        ):
+            return index
+        if counts[_WINDOW] == n:
+            for place in range(n - 1):
+                window[place] = window[place + 1]
+        else:
+            counts[_WINDOW] += 1
+        window[counts[_WINDOW] - 1] = tokens[index]
+        if counts[_WINDOW] < n:
+            continue
+        slot = _slot(slots, ngrams, window)
+        if slots[slot] == 0:
+            counts[_NGRAMS] += 1
+            slots[slot] = counts[_NGRAMS]
+            for place in range(n):
+                ngrams[slots[slot] - 1, place] = window[place]
+            ngrams[slots[slot] - 1, COUNT] = 0
+            ngrams[slots[slot] - 1, NEXT] = 0
+        ngrams[slots[slot] - 1, COUNT] += 1
+        first = firsts[first_row(firsts, window[0])]
+        if first[_TOKEN] == 0:
+            counts[_FIRSTS] += 1
+            first[_TOKEN] = window[0] + 1
+        first[TOTAL] += 1
+        _rank(ngrams, first, slots[slot], k)
+    return len(tokens)
+
+
+@entry
+def _enter_ngrams(ngrams: Ints, number: int, larger: Ints) -> None:
+    """Enters the first ``number`` n-grams into a larger, empty table of slots."""
+    for row in range(number):
+        larger[_slot(larger, ngrams, ngrams[row])] = row + 1
+
+
+@entry
+def _enter_firsts(firsts: Ints, larger: Ints) -> None:
+    """Enters all first tokens into a larger, empty table."""
+    for row in range(len(firsts)):
+        if firsts[row, _TOKEN] != 0:
+            larger[first_row(larger, firsts[row, _TOKEN] - 1)] = firsts[row]
+
+
+@entry
+def ranked(ngrams: Ints, firsts: Ints, k: int, token: int) -> Ints:
+    """Rows of the most frequent n-grams beginning with a token, int32 ``[at most k]``."""
+    rows = np.empty(k, np.int32)
+    number = firsts[first_row(firsts, token), _HEAD]
+    found = 0
+    while number != 0:
+        rows[found] = number - 1
+        found += 1
+        number = ngrams[number - 1, NEXT]
+    return rows[:found]
 
 
 class NgramTable:
@@ -25,10 +164,12 @@ class NgramTable:
     k: how many a look-up returns at most (0 switches the table off).
 
     Counts are exact and nothing is forgotten, the newest tokens included. Memory is
-    one packed integer and one count per *distinct* n-gram (about 100 bytes; at most one
-    per token of text), and ``k`` ranked entries per first token: what is capped is the
-    ranking, and what falls out of it still counts and comes back when seen often enough.
-    Extending costs O(k) a token and a look-up O(k), whatever the length of the text.
+    ``n`` + 2 numbers and two slots per *distinct* n-gram (at most one per token of text), and
+    two rows per first token: what is capped is the ranking, and what falls out of it still
+    counts and comes back when seen often enough. Extending costs O(k) a token and a look-up
+    O(k), whatever the length of the text.
+
+    ``ngrams``: int32 ``[., n + 2]``, ``firsts``: int32 ``[., 3]``; see above.
     """
 
     def __init__(self, n: int = 4, k: int = 20) -> None:
@@ -38,63 +179,44 @@ class NgramTable:
             raise ValueError(f"k must be 0 (off) or more, got {k}")
         self.n = n
         self.k = k
-        self._counts: dict[int, int] = {}
-        self._ranked: dict[int, list[Ngram]] = {}
-        self._totals: dict[int, int] = {}
-        self._recent: tuple[int, ...] = ()
-        self._key = 0
-        self._mask = (1 << (_TOKEN_BITS * n)) - 1
+        self._slots = np.zeros(128, np.int32)
+        self.ngrams = np.empty((64, n + 2), np.int32)
+        self.firsts = np.zeros((128, 3), np.int32)
+        self._window = np.zeros(n, np.int32)
+        self._counts = np.zeros(3, np.int32)
 
-    def extend(self, tokens: Iterable[int]) -> None:
-        """Append committed tokens. Token ids must lie below 2**24."""
-        k, n, mask = self.k, self.n, self._mask
-        if k == 0:
+    def extend(self, tokens: Ints) -> None:
+        """Append committed tokens, int32."""
+        if self.k == 0:
             return
-        counts, ranked, totals = self._counts, self._ranked, self._totals
-        key, recent = self._key, self._recent
-        for token in tokens:
-            key = ((key << _TOKEN_BITS) | token) & mask
-            if len(recent) < n - 1:
-                recent = (*recent, token)
-                continue
-            first = recent[0]
-            recent = (*recent[1:], token)
-            count = counts.get(key, 0) + 1
-            counts[key] = count
-            top = ranked.get(first)
-            if top is None:
-                ranked[first] = [(recent, count)]
-                totals[first] = 1
-                continue
-            totals[first] += 1
-            if top[0][0] == recent:
-                top[0] = (recent, count)
-            elif len(top) < k or top[-1][1] <= count:
-                self._rank(top, recent, count)
-        self._key, self._recent = key, recent
+        done = self._extend(tokens)
+        while done < len(tokens):
+            self._grow()
+            done += self._extend(tokens[done:])
 
-    def _rank(self, top: list[Ngram], tokens: tuple[int, ...], frequency: int) -> None:
-        """Move an n-gram that was just seen to its place: by count, of equals the newest first."""
-        place = -1
-        for rank, (other_tokens, other_frequency) in enumerate(top):
-            if place < 0 and other_frequency <= frequency:
-                place = rank
-            if other_tokens == tokens:
-                del top[rank]
-                break
-        if place < 0:
-            place = len(top)
-        top.insert(place, (tokens, frequency))
-        if len(top) > self.k:
-            top.pop()
+    def _extend(self, tokens: Ints) -> int:
+        return _extend(
+            self._slots, self.ngrams, self.firsts, self._window, self._counts, self.k, tokens
+        )
 
-    def lookup(self, first_token: int) -> list[Ngram]:
+    def _grow(self) -> None:
+        """Doubles what is full."""
+        num_ngrams, num_firsts, _ = self._counts.tolist()
+        if num_ngrams + 1 > len(self.ngrams):
+            self.ngrams = np.concatenate((self.ngrams, np.empty_like(self.ngrams)))
+        if 2 * (num_ngrams + 1) > len(self._slots):
+            self._slots = np.zeros(2 * len(self._slots), np.int32)
+            _enter_ngrams(self.ngrams, num_ngrams, self._slots)
+        if 2 * (num_firsts + 1) > len(self.firsts):
+            larger = np.zeros((2 * len(self.firsts), 3), np.int32)
+            _enter_firsts(self.firsts, larger)
+            self.firsts = larger
+
+    def lookup(self, first_token: int) -> list[tuple[tuple[int, ...], int]]:
         """The at most ``k`` most frequent n-grams beginning with ``first_token``.
 
-        Most frequent first, of equally frequent ones the most recently seen first.
+        (The tokens after the first, how often seen), most frequent first, of equally frequent
+        ones the most recently seen first.
         """
-        return list(self._ranked.get(first_token, ()))
-
-    def total(self, first_token: int) -> int:
-        """How many n-grams (ranked or not) began with ``first_token``."""
-        return self._totals.get(first_token, 0)
+        rows = self.ngrams[ranked(self.ngrams, self.firsts, self.k, first_token)]
+        return [(tuple(row[1:COUNT]), row[COUNT]) for row in rows.tolist()]

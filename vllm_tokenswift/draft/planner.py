@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_tokenswift.draft.candidates import HeadCandidates
 from vllm_tokenswift.draft.cost import CostModel
 from vllm_tokenswift.draft.foresight import Foresight
+from vllm_tokenswift.draft.gain import Floats
 from vllm_tokenswift.draft.source_gain import SourceGain
 from vllm_tokenswift.draft.state import DraftState
-from vllm_tokenswift.draft.trie import Trie, grow_tree, paper_tree, take_best_first
+from vllm_tokenswift.draft.trie import drop_dear_branches, pay_off
 from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
 
 PlanMode = Literal["auto", "paper", "fixed"]
@@ -59,11 +61,14 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """What was planned for these requests without a source that costs time."""
+    """What was planned for these requests without a source that costs time.
+
+    counts: nodes to draft, of those that the requests' states have taken.
+    """
 
     requests: tuple[DraftRequest, ...]
     num_other_tokens: int
-    trees: list[DraftTree]
+    counts: list[int]
     expected: list[float]
     step_ms: float
 
@@ -86,7 +91,7 @@ class Planner:
         self.cost = cost
         self.budget = budget
         self.mode = mode
-        self._curves: dict[tuple[int, int], tuple[list[float], list[float]]] = {}
+        self._curves: dict[tuple[int, int], tuple[Floats, Floats]] = {}
         self._planned: _Planned | None = None
         self.decisions: dict[str, int] = dict.fromkeys(
             (
@@ -105,7 +110,8 @@ class Planner:
         what it planned is used.
         """
         if self.mode == "auto":
-            trees = self._plan_once(requests, num_other_tokens).trees
+            counts = self._plan_once(requests, num_other_tokens).counts
+            trees = [r.state.tree(count) for r, count in zip(requests, counts, strict=True)]
             self._planned = None
         else:
             trees = [self._plan_fixed(request) for request in requests]
@@ -120,70 +126,51 @@ class Planner:
         if request.limit <= 0:
             return EMPTY_TREE
         state, heads = request.state, request.heads
-        offers = state.candidates(heads, request.limit)
+        count = state.draft(heads, request.limit, chain_only=request.chain_only)
         if self.mode == "paper" and heads is not None and not heads.free:
-            return paper_tree(heads, state.table, request.limit, chain_only=request.chain_only)
-        return grow_tree(offers, request.limit, request.chain_only)
+            return state.paper_tree(heads, request.limit, request.chain_only)
+        return state.tree(count)
 
     def _plan_auto(
         self, requests: Sequence[DraftRequest], num_other_tokens: int
-    ) -> tuple[list[DraftTree], list[float], float]:
-        """Trees, expected tokens of each request, and the step's expected milliseconds."""
+    ) -> tuple[list[int], list[float], float]:
+        """Nodes and expected tokens of each request, and the step's expected milliseconds."""
         limits = [max(request.limit, 0) for request in requests]
-        tries = [
-            Trie(
-                request.state.candidates(request.heads, limit, request.foresight),
-                request.chain_only,
-                request.foresight,
-                heads_foreseen=request.heads is not None and request.heads.foreseen,
+        states = [request.state for request in requests]
+        offered = [
+            request.state.draft(
+                request.heads, limit, _MIN_PROBABILITY, request.chain_only, request.foresight
             )
             for request, limit in zip(requests, limits, strict=True)
         ]
         num_plain = len(requests) + num_other_tokens
         curve_ms, cheapest_ms = self._curve(num_plain, sum(limits))
         context_tokens = sum(request.context_len for request in requests)
-        fixed_ms = self.cost.context_ms(context_tokens) + self._spent_ms(requests)
+        fixed_ms = float(self.cost.context_ms(context_tokens) + self._spent_ms(requests))
 
-        expected = float(len(requests))
-        plain_rate = best_rate = expected / (curve_ms[0] + fixed_ms)
-        best = 0
-        taken: list[tuple[int, float]] = []
-        for index, probability in take_best_first(tries, limits, _MIN_PROBABILITY):
-            taken.append((index, probability))
-            expected += probability
-            rate = expected / (curve_ms[len(taken)] + fixed_ms)
-            if rate > best_rate:
-                best_rate, best = rate, len(taken)
-            elif probability <= best_rate * cheapest_ms[len(taken)]:
-                break  # no number of nodes this likely can catch up
-
-        counts = [0] * len(tries)
-        tokens = [1.0] * len(tries)
-        for index, probability in taken[:best]:
-            counts[index] += 1
-            tokens[index] += probability
-        node_ms = (curve_ms[best] - curve_ms[0]) / best if best else 0.0
-        step_ms = curve_ms[best] + fixed_ms
-        dropped: list[set[int]] = []
-        for index, (request, trie) in enumerate(zip(requests, tries, strict=True)):
-            chain_ms = self.cost.chain_cost_ms(request.context_len)
-            without: set[int] = set()
-            if chain_ms > 0 and counts[index]:
-                without, lost, saved_ms = _dear_branches(
-                    trie, counts[index], best_rate, node_ms, chain_ms
+        probabilities, owners = _likeliest_first(states, offered)
+        best, best_rate = pay_off(probabilities, len(requests), curve_ms, cheapest_ms, fixed_ms)
+        counts = np.bincount(owners[:best], minlength=len(requests)).tolist()
+        plain_ms = float(curve_ms[0])
+        node_ms = (float(curve_ms[best]) - plain_ms) / best if best else 0.0
+        step_ms = float(curve_ms[best]) + fixed_ms
+        tokens: list[float] = []
+        for request, state, count in zip(requests, states, counts, strict=True):
+            expected = 1.0 + float(state.probabilities[:count].sum())
+            chain_ms = float(self.cost.chain_cost_ms(request.context_len))
+            if chain_ms > 0 and count:
+                lost, saved_ms = drop_dear_branches(
+                    state.taken, state.probabilities, count, best_rate, node_ms, chain_ms
                 )
-                tokens[index] -= lost
+                expected -= lost
                 step_ms += saved_ms
-            dropped.append(without)
+            tokens.append(expected)
+        plain_rate = len(requests) / (plain_ms + fixed_ms)
         if sum(tokens) / step_ms < plain_rate * _MIN_IMPROVEMENT:
-            return [EMPTY_TREE] * len(tries), [1.0] * len(tries), curve_ms[0] + fixed_ms
-        trees = [
-            trie.tree(count, without)
-            for trie, count, without in zip(tries, counts, dropped, strict=True)
-        ]
-        return trees, tokens, step_ms
+            return [0] * len(requests), [1.0] * len(requests), plain_ms + fixed_ms
+        return counts, tokens, step_ms
 
-    def _curve(self, num_plain: int, most_nodes: int) -> tuple[list[float], list[float]]:
+    def _curve(self, num_plain: int, most_nodes: int) -> tuple[Floats, Floats]:
         """By number of nodes: the step's ms, and the least that any further node adds."""
         key = (num_plain, most_nodes)
         if key not in self._curves:
@@ -192,7 +179,7 @@ class Planner:
             curve = self.cost.step_curve_ms(num_plain, most_nodes)
             steps = np.diff(curve, append=np.inf)
             cheapest = np.minimum.accumulate(steps[::-1])[::-1]
-            self._curves[key] = (curve.tolist(), cheapest.tolist())
+            self._curves[key] = (curve, cheapest.copy())
         return self._curves[key]
 
     def _spent_ms(self, requests: Sequence[DraftRequest]) -> float:
@@ -263,7 +250,7 @@ class Planner:
         """
         if self.mode != "auto":
             return any(request.limit > 0 for request in requests)
-        asks = [any(map(len, self._plan_once(requests, num_other_tokens).trees))]
+        asks = [any(self._plan_once(requests, num_other_tokens).counts)]
         if self_draft:
             asks += self.wants_self_draft(requests, num_other_tokens, may=False)
         if free_heads:
@@ -300,7 +287,7 @@ class Planner:
         total, best_rate = sum(without), sum(without) / step_ms
         chosen: list[int] = []
         node_ms = self.cost.verify_ms(1 + _SELF_DRAFT_NODES) - self.cost.verify_ms(1)
-        host_ms = 0.0 if any(map(len, planned.trees)) else self.cost.drafting_ms
+        host_ms = 0.0 if any(planned.counts) else self.cost.drafting_ms
         extra_ms = 0.0
         best = 0
         for index in sorted(range(len(requests)), key=lambda i: (-extra[i], i)):
@@ -336,41 +323,19 @@ class Planner:
             or len(planned.requests) != len(requests)
             or any(a is not b for a, b in zip(planned.requests, requests, strict=True))
         ):
-            trees, expected, step_ms = self._plan_auto(requests, num_other_tokens)
-            planned = _Planned(tuple(requests), num_other_tokens, trees, expected, step_ms)
+            counts, expected, step_ms = self._plan_auto(requests, num_other_tokens)
+            planned = _Planned(tuple(requests), num_other_tokens, counts, expected, step_ms)
             self._planned = planned
         return planned
 
 
-def _dear_branches(
-    trie: Trie, count: int, rate: float, node_ms: float, chain_ms: float
-) -> tuple[set[int], float, float]:
-    """Side branches that bring less than their own chain costs.
-
-    rate: tokens per ms that time is worth. Returns the nodes at which such branches begin,
-    the expected tokens lost with them, and the change in ms (chains kept less nodes saved).
-    """
-    parents, probabilities = trie.parents, trie.probabilities
-    tokens = [0.0, *probabilities[:count]]  # of the subtree as kept, by node
-    nodes = [0] + [1] * count
-    chains = [0] * (count + 1)
-    first_child = [0] * (count + 1)
-    for node in range(count, 0, -1):
-        first_child[parents[node - 1]] = node
-    without: set[int] = set()
-    lost = 0.0
-    saved_nodes = 0
-    for node in range(count, 0, -1):
-        parent = parents[node - 1]
-        if first_child[parent] != node:
-            cost_ms = nodes[node] * node_ms + (chains[node] + 1) * chain_ms
-            if tokens[node] < rate * cost_ms:
-                without.add(node)
-                lost += tokens[node]
-                saved_nodes += nodes[node]
-                continue
-            chains[parent] += 1
-        tokens[parent] += tokens[node]
-        nodes[parent] += nodes[node]
-        chains[parent] += chains[node]
-    return without, lost, chains[0] * chain_ms - saved_nodes * node_ms
+def _likeliest_first(
+    states: Sequence[DraftState], counts: Sequence[int]
+) -> tuple[Floats, npt.NDArray[np.intp]]:
+    """Path probabilities of the nodes that the states have taken, falling; and whose they are."""
+    if len(states) == 1:
+        return states[0].probabilities[: counts[0]], np.zeros(counts[0], np.intp)
+    each = [state.probabilities[:count] for state, count in zip(states, counts, strict=True)]
+    together = np.concatenate(each)
+    order = np.argsort(-together, kind="stable")
+    return together[order], np.repeat(np.arange(len(states)), counts)[order]

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import itemgetter
 
-from vllm_tokenswift.draft.candidates import (
-    NO_CELL,
-    AfterOffer,
-    HeadCandidates,
-    HeadOffer,
-    NgramOffer,
-    Offer,
-    PathOffer,
-)
-from vllm_tokenswift.draft.foresight import Foresight
-from vllm_tokenswift.draft.gain import GainModel
+import numpy as np
+
+from vllm_tokenswift.draft import offers
+from vllm_tokenswift.draft.candidates import HeadCandidates
+from vllm_tokenswift.draft.foresight import NO_KEYS, Foresight
+from vllm_tokenswift.draft.gain import new_cells
 from vllm_tokenswift.draft.ngrams import NgramTable
+from vllm_tokenswift.draft.noise import NO_NOISE, Keys
 from vllm_tokenswift.draft.source_gain import (
     FREE_HEADS_PRIOR,
     FREE_HEADS_PRIOR_WEIGHT,
     SELF_DRAFT_PRIOR,
     SourceGain,
 )
-from vllm_tokenswift.draft.suffix import Match, SuffixIndex
+from vllm_tokenswift.draft.suffix import SuffixIndex
+from vllm_tokenswift.draft.trie import TAKEN_COLUMNS, take_best_first, tree_of
+from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
 
-# Occurrences of the text's end that are offered besides the longest one.
-_MAX_MATCHES = 3
-# First tokens of the heads that are followed up in the text (by suffix and n-grams), and
-# how probable they have to be.
-_FOLLOWED_HEAD_TOKENS = 2
-_FOLLOWED_HEAD_PROBABILITY = 0.1
 # Share of the newest in the average number of passes of the heads.
 _PASSES_FORGOTTEN = 0.1
+# Tokens by depth of the paper's fixed tree.
+_PAPER_WIDTHS = np.array([1, 3, 3, 3], np.int32)
 
 
 class DraftState:
@@ -42,26 +35,33 @@ class DraftState:
     next tree.
 
     n, k: see :class:`NgramTable`. max_match: see :class:`SuffixIndex`; 0 switches suffix
-    matching off. sampled: see :class:`GainModel`.
+    matching off. sampled: see :func:`new_cells`.
 
     ``last_heads``: what heads were among the candidates last asked for, which are those
     that the current drafts were taken from. ``head_passes``: passes that free heads took
-    lately, on average.
+    lately, on average. ``taken``, ``probabilities``: the nodes taken last
+    (:func:`take_best_first`).
     """
 
     def __init__(self, n: int = 4, k: int = 20, max_match: int = 16, sampled: bool = False) -> None:
         self.table = NgramTable(n, k)
-        self.suffix = SuffixIndex(max_match) if max_match else None
-        self.gains = GainModel(sampled=sampled)
+        self.suffix = SuffixIndex(max(max_match, 1))
+        self.cells = new_cells(sampled)
         self.self_draft = SourceGain(SELF_DRAFT_PRIOR)
         self.free_heads = SourceGain(FREE_HEADS_PRIOR, FREE_HEADS_PRIOR_WEIGHT)
         self.head_passes = 1.0
         self.last_heads: HeadCandidates | None = None
         self.num_tokens = 0
+        self._max_match = max_match
         self._last_token = -1
-        self._offers: list[Offer] = []
-        self._plain_offers: list[Offer] | None = None
-        self._plain_depth = 0
+        self._steps = np.empty((0, offers.STEP_COLUMNS), np.int32)
+        self._rates = np.empty(0)
+        self._roots = np.empty((offers.MOST_ROOTS, 2), np.int32)
+        self._num_roots = 0
+        self._text_offers: tuple[int, int] | None = None  # their steps and roots
+        self._text_depth = 0
+        self.taken = np.empty((0, TAKEN_COLUMNS), np.int32)
+        self.probabilities = np.empty(0)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append committed tokens (the prompt, or what one step emitted, bonus token included).
@@ -70,93 +70,176 @@ class DraftState:
         """
         if not tokens:
             return
-        for offer in self._offers:
-            self._learn(offer, tokens)
-        if self._offers or self._plain_offers is not None:
+        new = np.array(tokens, np.int32)
+        if self._text_offers is not None:
+            offers.learn(self.cells, self._steps, self._roots, self._num_roots, new)
             self.self_draft.observe(len(tokens))
             self.free_heads.observe(len(tokens))
-        self._offers = []
-        self._plain_offers = None
-        self.table.extend(tokens)
-        if self.suffix is not None:
-            self.suffix.extend(tokens)
+        self._num_roots = 0
+        self._text_offers = None
+        self.table.extend(new)
+        if self._max_match:
+            self.suffix.extend(new)
         self.num_tokens += len(tokens)
         self._last_token = tokens[-1]
 
-    def _learn(self, offer: Offer, tokens: Sequence[int]) -> None:
-        """Follow the tokens that came through an offer; each step on the way had its chance."""
-        gains = self.gains
-        handle = offer.root
-        for token in tokens:
-            below = None
-            for candidate, _, _, cell, next_handle in offer.steps(handle):
-                accepted = candidate == token
-                if cell != NO_CELL:
-                    gains.observe(cell, accepted)
-                if accepted:
-                    below = next_handle
-            if below is None:
-                return
-            handle = below
+    def draft(
+        self,
+        heads: HeadCandidates | None,
+        limit: int,
+        min_probability: float = 0.0,
+        chain_only: bool = False,
+        foresight: Foresight | None = None,
+    ) -> int:
+        """Takes the ``limit`` likeliest nodes of what all sources offer; returns their number.
 
-    def candidates(
-        self, heads: HeadCandidates | None, max_depth: int, foresight: Foresight | None = None
-    ) -> list[Offer]:
-        """What every source offers to follow the bonus token, at most ``max_depth`` deep.
+        See :func:`take_best_first`; foresight: the noise that will decide the samples.
+        """
+        kind, keys = NO_NOISE, NO_KEYS
+        if foresight is not None:
+            kind, keys = foresight.kind, foresight.keys(limit)
+        if not self._offer(heads, limit, kind, keys):
+            return 0
+        if len(self.taken) < limit:
+            self.taken = np.empty((limit, TAKEN_COLUMNS), np.int32)
+            self.probabilities = np.empty(limit)
+        return take_best_first(
+            self._steps,
+            self._rates,
+            self._roots,
+            self._num_roots,
+            limit,
+            min_probability,
+            chain_only,
+            heads is not None and heads.foreseen,
+            kind,
+            keys,
+            self.taken,
+            self.probabilities,
+        )
 
-        foresight: says which of the heads' first tokens are followed up in the text.
+    def tree(self, count: int) -> DraftTree:
+        """The first ``count`` nodes taken last."""
+        return tree_of(self.taken, self.probabilities, count) if count else EMPTY_TREE
+
+    def longest_offer(self, coming: Sequence[int]) -> int:
+        """How many of the ``coming`` tokens the text offers, from the first without a gap."""
+        if not self._offer(None, len(coming), NO_NOISE, NO_KEYS):
+            return 0
+        return offers.longest_path(
+            self._steps, self._roots, self._num_roots, np.array(coming, np.int32)
+        )
+
+    def _offer(
+        self, heads: HeadCandidates | None, max_depth: int, noise_kind: int, keys: Keys
+    ) -> bool:
+        """Makes every source's offers to follow the bonus token, at most ``max_depth`` deep.
+
+        False where there are none.
         """
         self.last_heads = heads
         if heads is not None and heads.free:
             self.head_passes += (heads.num_passes - self.head_passes) * _PASSES_FORGOTTEN
         if self.num_tokens == 0 or max_depth <= 0:
-            return []
-        if self._plain_offers is None or self._plain_depth != max_depth:
-            self._plain_offers = self._text_offers(max_depth)
-            self._plain_depth = max_depth
-        self._offers = list(self._plain_offers)
+            return False
+        suffix, table = self.suffix, self.table
+        if self._text_offers is None or self._text_depth != max_depth:
+            self._make_room(offers.most_steps(max_depth, table.n, table.k, 0))
+            self._text_offers = offers.offer_text(
+                suffix.text,
+                suffix.nodes,
+                suffix.edges,
+                len(suffix),
+                self._max_match,
+                table.ngrams,
+                table.firsts,
+                table.k,
+                self.cells,
+                self._steps,
+                self._rates,
+                self._roots,
+                self._last_token,
+                max_depth,
+            )
+            self._text_depth = max_depth
+        num_steps, self._num_roots = self._text_offers
         if heads is not None:
-            self._offers += self._head_offers(heads, max_depth, foresight)
-        return self._offers
+            tokens, probabilities, below = heads.arrays
+            self._make_room(offers.most_steps(max_depth, table.n, table.k, tokens.size))
+            self._num_roots = offers.offer_heads(
+                suffix.text,
+                suffix.nodes,
+                suffix.edges,
+                len(suffix),
+                self._max_match,
+                table.ngrams,
+                table.firsts,
+                table.k,
+                self.cells,
+                self._steps,
+                self._rates,
+                self._roots,
+                num_steps,
+                self._num_roots,
+                tokens,
+                probabilities,
+                below,
+                heads.free,
+                heads.foreseen,
+                max_depth,
+                noise_kind,
+                keys,
+            )
+        return True
 
-    def _text_offers(self, max_depth: int) -> list[Offer]:
-        matches = self.suffix.match(_MAX_MATCHES) if self.suffix is not None else []
-        return self._offers_after(self._last_token, matches, max_depth)
+    def _make_room(self, num_steps: int) -> None:
+        """For that many steps in all; those there are stay."""
+        missing = num_steps - len(self._steps)
+        if missing > 0:
+            more = np.empty((missing, offers.STEP_COLUMNS), np.int32)
+            self._steps = np.concatenate((self._steps, more))
+            self._rates = np.concatenate((self._rates, np.empty(missing)))
 
-    def _offers_after(
-        self, token: int, matches: Sequence[Match], max_depth: int, after: Sequence[int] = ()
-    ) -> list[Offer]:
-        """What the text says may follow ``token``: continuations of matches, and n-grams."""
-        offers: list[Offer] = []
-        ngrams, total = self.table.lookup(token), self.table.total(token)
-        for rank, match in enumerate(matches):
-            assert self.suffix is not None
-            path = self.suffix.continuation(match, max_depth, after)
-            seen = sum(frequency for tokens, frequency in ngrams if tokens[0] == path[0])
-            support = seen / total if total else 0.0
-            offers.append(PathOffer(self.gains, path, match.length, support, rank > 0))
-        if ngrams:
-            offers.append(NgramOffer(self.gains, ngrams, total, max_depth))
-        return offers
+    def paper_tree(self, heads: HeadCandidates, budget: int, chain_only: bool = False) -> DraftTree:
+        """The paper's setting: a fixed Cartesian tree and the ``k`` n-grams after ``argmax p_0``.
 
-    def _head_offers(
-        self, heads: HeadCandidates, max_depth: int, foresight: Foresight | None
-    ) -> list[Offer]:
-        """The heads, and what the text says may follow their first tokens."""
-        # No path is deeper than there are rows.
-        widths = [max(map(len, heads.tokens))] * min(max_depth, len(heads.tokens))
-        offers: list[Offer] = [HeadOffer(self.gains, heads, widths, foresight)]
-        if max_depth < 2:
-            return offers
-        firsts = list(zip(heads.probabilities[0], heads.tokens[0], strict=True))
-        if foresight is not None and not (heads.free and heads.foreseen):
-            sure = foresight.weighed if heads.free else foresight.chance
-            firsts = [(sure(p, 0, token), token) for p, token in firsts]
-            firsts.sort(key=itemgetter(0), reverse=True)
-        for probability, token in firsts[:_FOLLOWED_HEAD_TOKENS]:
-            if probability < _FOLLOWED_HEAD_PROBABILITY:
-                continue
-            matches = self.suffix.match_after(token) if self.suffix is not None else []
-            for offer in self._offers_after(token, matches, max_depth - 1, after=(token,)):
-                offers.append(AfterOffer(token, offer))
-        return offers
+        Probabilities are the heads' and the n-grams' shares at face value; where the budget is
+        smaller than the tree (the paper's has up to 101 nodes), they say what is kept.
+        """
+        table = self.table
+        tokens, probabilities, below = heads.arrays
+        num_steps = offers.most_steps(0, table.n, table.k, tokens.size)
+        steps = np.empty((num_steps, offers.STEP_COLUMNS), np.int32)
+        rates = np.empty(num_steps)
+        roots = np.empty((offers.MOST_ROOTS, 2), np.int32)
+        num_roots = offers.offer_paper(
+            table.ngrams,
+            table.firsts,
+            table.k,
+            self.cells,
+            steps,
+            rates,
+            roots,
+            tokens,
+            probabilities,
+            below,
+            _PAPER_WIDTHS,
+            NO_KEYS,
+        )
+        taken = np.empty((budget, TAKEN_COLUMNS), np.int32)
+        paths = np.empty(budget)
+        count = take_best_first(
+            steps,
+            rates,
+            roots,
+            num_roots,
+            budget,
+            0.0,
+            chain_only,
+            False,
+            NO_NOISE,
+            NO_KEYS,
+            taken,
+            paths,
+        )
+        return tree_of(taken, paths, count)

@@ -6,33 +6,187 @@ ended. A new token adds at most one leaf and one inner node, and walks at most
 ``max_match`` steps, so time per token is flat and memory linear in the text.
 
 Index space: a *text position* counts tokens from 0; a match "ends at" the position of its
-last token, and its continuation starts one later.
+last token, and its continuation starts one later. A *place* in the array ``text`` is one
+more: ``text[0]`` is a sentinel.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-_TOKEN_BITS = 24
+import numpy as np
+import numpy.typing as npt
+
+from vllm_tokenswift.draft.compiled import entry, inner
+from vllm_tokenswift.draft.hashing import hashed
+
+Ints = npt.NDArray[np.int32]
+
+MEASURED_BEYOND = 128
 _TEXT_START = -1  # stands before position 0 and equals no token
+# Columns of the nodes: how many tokens the node's suffix has (an inner node's; a leaf stands
+# for all longer ones as well), and the place at which it last ended.
+_DEPTH, _LATEST = 0, 1
+# Columns of the edges, a hash table: from a node by a token to the node below (0: no edge).
+_FROM, _BY, _TO = 0, 1, 2
+# What is counted.
+_LENGTH, _NODES, _EDGES = 0, 1, 2
 
 
-def _shared(text: array[int], end: int, other: int, known: int, limit: int) -> int:
+@inner
+def _shared(text: Ints, end: int, other: int, known: int, limit: int) -> int:
     """Length, at most ``limit``, of the common suffix of the texts ending at two places.
 
-    end, other: indices of the last tokens, ``other`` the earlier; the last ``known`` tokens
+    end, other: places of the last tokens, ``other`` the earlier; the last ``known`` tokens
     are known to be equal.
     """
-    if (
-        other >= limit
-        and text[end - limit + 1 : end - known + 1] == text[other - limit + 1 : other - known + 1]
-    ):
-        return limit
     while known < limit and text[end - known] == text[other - known]:
         known += 1
     return known
+
+
+@inner
+def _edge(edges: Ints, node: int, token: int) -> int:
+    """The row of an edge, or the free one where it belongs."""
+    mask = len(edges) - 1
+    row = hashed(node, token) & mask
+    while edges[row, _TO] != 0 and (edges[row, _FROM] != node or edges[row, _BY] != token):
+        row = (row + 1) & mask
+    return row
+
+
+@inner
+def _add_edge(edges: Ints, counts: Ints, node: int, token: int, below: int) -> None:
+    row = _edge(edges, node, token)
+    edges[row, _FROM], edges[row, _BY], edges[row, _TO] = node, token, below
+    counts[_EDGES] += 1
+
+
+@inner
+def _add_node(nodes: Ints, counts: Ints, depth: int, latest: int) -> int:
+    node = counts[_NODES]
+    nodes[node, _DEPTH], nodes[node, _LATEST] = depth, latest
+    counts[_NODES] += 1
+    return node
+
+
+@inner
+def _index(text: Ints, nodes: Ints, edges: Ints, counts: Ints, end: int, max_match: int) -> None:
+    """Enters the contexts that end at a place."""
+    node = depth = 0
+    while True:
+        row = _edge(edges, node, text[end - depth])
+        child = edges[row, _TO]
+        if child == 0:
+            leaf = _add_node(nodes, counts, max_match, end)
+            _add_edge(edges, counts, node, text[end - depth], leaf)
+            return
+        below = nodes[child, _DEPTH]
+        depth += 1
+        if below > depth:
+            other = nodes[child, _LATEST]
+            shared = _shared(text, end, other, depth, below)
+            if shared < below:
+                # The edge parts here: an inner node takes its shared upper half.
+                inner_node = _add_node(nodes, counts, shared, end)
+                edges[row, _TO] = inner_node
+                _add_edge(edges, counts, inner_node, text[other - shared], child)
+                leaf = _add_node(nodes, counts, max_match, end)
+                _add_edge(edges, counts, inner_node, text[end - shared], leaf)
+                return
+            depth = below
+        nodes[child, _LATEST] = end
+        if depth == max_match:
+            return
+        node = child
+
+
+@entry
+def _extend(
+    text: Ints, nodes: Ints, edges: Ints, counts: Ints, max_match: int, tokens: Ints
+) -> int:
+    """Appends tokens as long as there is room for what they add; returns how many."""
+    for index in range(len(tokens)):
+        length = counts[_LENGTH]
+        if (
+            length + 2 >= len(text)  # a hypothetical token goes behind the last
+            or counts[_NODES] + 2 > len(nodes)
+            or 2 * (counts[_EDGES] + 2) > len(edges)
+        ):
+            return index
+        # The newest token's context stays out, so that looking it up cannot find itself.
+        if length > 0:
+            _index(text, nodes, edges, counts, length, max_match)
+        text[length + 1] = tokens[index]
+        counts[_LENGTH] = length + 1
+    return len(tokens)
+
+
+@entry
+def _enter_edges(edges: Ints, larger: Ints) -> None:
+    """Enters all edges into a larger, empty table."""
+    for row in range(len(edges)):
+        if edges[row, _TO] != 0:
+            larger[_edge(larger, edges[row, _FROM], edges[row, _BY])] = edges[row]
+
+
+@entry
+def find_matches(
+    text: Ints,
+    nodes: Ints,
+    edges: Ints,
+    end: int,
+    max_match: int,
+    max_matches: int,
+) -> Ints:
+    """Earlier occurrences of the text that ends at a place, the longest first.
+
+    int32 ``[matches, 2]``: how many tokens are equal, and the place at which they end. Each
+    is followed by another token than all before it.
+    """
+    path = np.empty((max_match, 2), np.int32)  # as returned, but the shortest first
+    steps = node = depth = 0
+    while depth < max_match:
+        child = edges[_edge(edges, node, text[end - depth]), _TO]
+        if child == 0:
+            break
+        other, below = nodes[child, _LATEST], nodes[child, _DEPTH]
+        shared = _shared(text, end, other, depth + 1, below)
+        path[steps, 0], path[steps, 1] = shared, other
+        steps += 1
+        if shared < below:
+            break
+        node, depth = child, below
+    matches = np.empty((max_matches, 2), np.int32)
+    found = 0
+    while steps > 0 and found < max_matches:
+        steps -= 1
+        length, other = path[steps, 0], path[steps, 1]
+        follower = text[other + 1]
+        is_new = True
+        for earlier in range(found):
+            is_new = is_new and text[matches[earlier, 1] + 1] != follower
+        if is_new:
+            if length == max_match:
+                limit = min(other, max_match + MEASURED_BEYOND)
+                length = _shared(text, end, other, length, limit)
+            matches[found, 0], matches[found, 1] = length, other
+            found += 1
+    return matches[:found]
+
+
+@entry
+def continuation(text: Ints, end: int, other: int, length: int) -> Ints:
+    """The ``length`` tokens that followed the occurrence that ends at place ``other``.
+
+    end: where the text ends. Where they run into that they repeat from the occurrence on: a
+    text that loops with period p is continued with period p.
+    """
+    tokens = np.empty(length, np.int32)
+    period = end - other
+    for index in range(length):
+        tokens[index] = text[other + 1 + index] if index < period else tokens[index - period]
+    return tokens
 
 
 class Match(NamedTuple):
@@ -51,63 +205,47 @@ class SuffixIndex:
     max_match: matches are found exactly up to this length; beyond it the most recent
         occurrence of the last ``max_match`` tokens is taken and its true length measured
         (up to ``max_match`` + 128), because length is what tells how far to trust it.
-    """
 
-    _MEASURED_BEYOND = 128
+    ``text``: int32, a sentinel, the tokens, room for more. ``nodes``, ``edges``: see above.
+    """
 
     def __init__(self, max_match: int = 16) -> None:
         if max_match < 1:
             raise ValueError(f"max_match must be at least 1 token, got {max_match}")
         self.max_match = max_match
-        # Shifted by one: _text[0] is the sentinel, text position i is _text[i + 1].
-        self._text = array("i", [_TEXT_START])
-        self._children: dict[int, int] = {}
-        self._depth = array("i", [0])
-        self._latest = array("i", [0])  # index into _text where this context last ended
-        self._num_indexed = 0  # tokens whose context is in the trie: all but the newest
+        self.text = np.full(64, _TEXT_START, np.int32)
+        self.nodes = np.zeros((64, 2), np.int32)
+        self.edges = np.zeros((128, 3), np.int32)
+        self._counts = np.array([0, 1, 0], np.int32)  # the root is a node
 
     def __len__(self) -> int:
         """Number of tokens in the text."""
-        return len(self._text) - 1
+        return int(self._counts[_LENGTH])
 
-    def extend(self, tokens: Iterable[int]) -> None:
-        """Append committed tokens. Token ids must lie in 0 .. 2**24 - 1."""
-        self._text.extend(tokens)
-        text, children, depths, latest = self._text, self._children, self._depth, self._latest
-        max_match = self.max_match
-        # The newest token's context stays out, so that looking it up cannot find itself.
-        for end in range(self._num_indexed + 1, len(text) - 1):
-            node = depth = 0
-            while True:
-                key = (node << _TOKEN_BITS) + text[end - depth] + 1
-                child = children.get(key, 0)
-                if not child:
-                    children[key] = self._new_node(max_match, end)
-                    break
-                below = depths[child]
-                depth += 1
-                if below > depth:
-                    other = latest[child]
-                    shared = _shared(text, end, other, depth, below)
-                    if shared < below:
-                        # The edge parts here: an inner node takes its shared upper half.
-                        inner = self._new_node(shared, end)
-                        children[key] = inner
-                        inner <<= _TOKEN_BITS
-                        children[inner + text[other - shared] + 1] = child
-                        children[inner + text[end - shared] + 1] = self._new_node(max_match, end)
-                        break
-                    depth = below
-                latest[child] = end
-                if depth == max_match:
-                    break
-                node = child
-        self._num_indexed = max(len(text) - 2, 0)
+    @property
+    def num_edges(self) -> int:
+        return int(self._counts[_EDGES])
 
-    def _new_node(self, depth: int, end: int) -> int:
-        self._depth.append(depth)
-        self._latest.append(end)
-        return len(self._depth) - 1
+    def extend(self, tokens: Ints) -> None:
+        """Append committed tokens, int32."""
+        done = _extend(self.text, self.nodes, self.edges, self._counts, self.max_match, tokens)
+        while done < len(tokens):
+            self._grow()
+            done += _extend(
+                self.text, self.nodes, self.edges, self._counts, self.max_match, tokens[done:]
+            )
+
+    def _grow(self) -> None:
+        """Doubles what is full, or nearly."""
+        length, num_nodes, num_edges = self._counts.tolist()
+        if length + 2 >= len(self.text):
+            self.text = np.concatenate((self.text, np.empty_like(self.text)))
+        if num_nodes + 2 > len(self.nodes):
+            self.nodes = np.concatenate((self.nodes, np.empty_like(self.nodes)))
+        if 2 * (num_edges + 2) > len(self.edges):
+            larger = np.zeros((2 * len(self.edges), 3), np.int32)
+            _enter_edges(self.edges, larger)
+            self.edges = larger
 
     def match(self, max_matches: int = 1) -> list[Match]:
         """Earlier occurrences of the text's end, the longest first; [] where there is none.
@@ -115,59 +253,12 @@ class SuffixIndex:
         The first is the longest (of equally long ones the most recent). Further ones are
         shorter or older and continue with a *different* token than every one before.
         """
-        return self._find(max_matches)
+        found = find_matches(
+            self.text, self.nodes, self.edges, len(self), self.max_match, max_matches
+        )
+        return [Match(length, place) for length, place in found.tolist()]
 
-    def match_after(self, token: int, max_matches: int = 1) -> list[Match]:
-        """What :meth:`match` would return if ``token`` were appended; changes nothing.
-
-        Except that the text's newest token is not looked at as an earlier occurrence.
-        """
-        self._text.append(token)
-        matches = self._find(max_matches)
-        self._text.pop()
-        return matches
-
-    def _find(self, max_matches: int) -> list[Match]:
-        """Occurrences of the text's end among the indexed contexts."""
-        text, children, depths, latest = self._text, self._children, self._depth, self._latest
-        end = len(text) - 1
-        path: list[tuple[int, int]] = []  # (length, where it ended in _text), shortest first
-        node = depth = 0
-        while depth < self.max_match:
-            child = children.get((node << _TOKEN_BITS) + text[end - depth] + 1, 0)
-            if not child:
-                break
-            other, below = latest[child], depths[child]
-            shared = _shared(text, end, other, depth + 1, below)
-            path.append((shared, other))
-            if shared < below:
-                break
-            node, depth = child, below
-        matches: list[Match] = []
-        followed_by: set[int] = set()
-        for length, other in reversed(path):
-            follower = text[other + 1]
-            if follower in followed_by:
-                continue
-            followed_by.add(follower)
-            if length == self.max_match:
-                limit = min(other, length + self._MEASURED_BEYOND)
-                length = _shared(text, end, other, length, limit)
-            matches.append(Match(length, other))
-            if len(matches) >= max_matches:
-                break
-        return matches
-
-    def continuation(self, match: Match, length: int, after: Sequence[int] = ()) -> list[int]:
-        """The ``length`` tokens that followed the match.
-
-        Where they run into the end of the text they repeat from the match's start on: a
-        text that loops with period p is continued with period p. For a match found by
-        :meth:`match_after`, ``after`` is the hypothetical token (it ends the text then).
-        """
-        followed = self._text[match.start + 1 : match.start + 1 + length].tolist()
-        if len(followed) < length:
-            followed += after
-        while len(followed) < length:
-            followed += followed[: length - len(followed)]
-        return followed[:length]
+    def continuation(self, match: Match, length: int) -> list[int]:
+        """The ``length`` tokens that followed a match (:func:`continuation`)."""
+        tokens: list[int] = continuation(self.text, len(self), match.start, length).tolist()
+        return tokens

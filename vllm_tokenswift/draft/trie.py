@@ -7,257 +7,338 @@ nodes that are wanted, not the number of paths that are offered.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Collection, Iterator, Sequence
-from operator import itemgetter
+import numpy as np
+import numpy.typing as npt
 
-from vllm_tokenswift.draft.candidates import (
-    AfterOffer,
-    Handle,
-    HeadCandidates,
-    HeadOffer,
-    NgramOffer,
-    Offer,
-    Step,
-)
-from vllm_tokenswift.draft.foresight import Foresight
-from vllm_tokenswift.draft.ngrams import NgramTable
-from vllm_tokenswift.tree import EMPTY_TREE, DraftTree, Source
+from vllm_tokenswift.draft.compiled import entry, inner
+from vllm_tokenswift.draft.foresight import weighed_by
+from vllm_tokenswift.draft.gain import Floats
+from vllm_tokenswift.draft.noise import NO_NOISE, Keys, position_key
+from vllm_tokenswift.draft.offers import BELOW, NUM_BELOW, SOURCE, TOKEN
+from vllm_tokenswift.tree import DraftTree, Source
+
+Ints = npt.NDArray[np.int32]
 
 # At most one child is accepted, so their chances add up to at most 1. What is too much is
 # taken from all but the surest, which may be sure for a good reason (a long match) and is
 # left at this much at most.
 _MAX_FIRST_RATE = 0.995
 
-# Sources whose chances know the noise already: the draft pass's own token
-# (:class:`HeadOffer`), and heads where they say so (:class:`HeadCandidates`).
-_KNOWING = frozenset({int(Source.SELF)})
-_KNOWING_WITH_HEADS = _KNOWING | {int(Source.HEADS), int(Source.FREE_HEADS)}
+# Columns of the nodes taken: token, source, parent node (0 is the bonus token).
+_PARENT = 2
+TAKEN_COLUMNS = 3
 
-Cursor = tuple[Offer, Handle]
-Child = tuple[float, int, int, list[Cursor]]
-# (-path probability, order of discovery, trie, parent node, token, source, cursors)
-_Entry = tuple[float, int, int, int, int, int, list[Cursor]]
+_SELF, _HEADS, _FREE_HEADS = int(Source.SELF), int(Source.HEADS), int(Source.FREE_HEADS)
+_INITIAL = 256
 
 
-class Trie:
-    """One request's merged offers.
-
-    chain_only: keep only the likeliest child of each node (requests under a grammar).
-    foresight: the noise that will decide the samples, None where there is none to see.
-    heads_foreseen: the heads' chances know it already.
-
-    ``tokens``, ``parents``, ``sources`` and ``probabilities`` list the nodes taken so far,
-    in the order they were taken: node ``i + 1`` at index ``i``, parents before children
-    (node 0 is the bonus token). Probabilities are those of the whole path.
-    """
-
-    def __init__(
-        self,
-        offers: Sequence[Offer],
-        chain_only: bool = False,
-        foresight: Foresight | None = None,
-        heads_foreseen: bool = False,
-    ) -> None:
-        self.roots: list[Cursor] = [(offer, offer.root) for offer in offers]
-        self._chain_only = chain_only
-        self._foresight = foresight
-        self._knowing = _KNOWING_WITH_HEADS if heads_foreseen else _KNOWING
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        self.sources: list[int] = []
-        self.probabilities: list[float] = []
-        self._depths = [0]  # by node, the bonus token first
-
-    def take(self, parent: int, token: int, source: int, probability: float) -> int:
-        """Adds a node; returns its depth (1 below the bonus token)."""
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self.sources.append(source)
-        self.probabilities.append(probability)
-        depth = self._depths[parent] + 1
-        self._depths.append(depth)
-        return depth
-
-    def children(self, cursors: list[Cursor], depth: int) -> list[Child]:
-        """(chance if the parent is accepted, token, source, cursors), likeliest first.
-
-        depth: of the children below the root's, from 0.
-
-        Offers that propose the same token read the same text, so their chances are not
-        independent (1 - (1 - p)(1 - q) came out half as true as it claimed on prose and code);
-        the surest one counts, and names the node's source.
-        """
-        if len(cursors) == 1:
-            offer, handle = cursors[0]
-            steps = self._seen(offer.steps(handle), depth)
-            if len(steps) == 1:
-                token, rate, source, _, below = steps[0]
-                return [(rate, token, source, [] if below is None else [(offer, below)])]
-            found = [
-                (rate, token, source, [] if below is None else [(offer, below)])
-                for token, rate, source, _, below in steps
-            ]
-        else:
-            found = _merge(
-                [(offer, self._seen(offer.steps(handle), depth)) for offer, handle in cursors]
-            )
-        if len(found) > 1:
-            found.sort(key=_by_rate, reverse=True)
-            if self._chain_only:
-                del found[1:]
-            else:
-                total = sum(map(_by_rate, found))
-                if total > 1.0:
-                    rate, token, source, below = found[0]
-                    first = min(rate, _MAX_FIRST_RATE)
-                    scale = (1.0 - first) / (total - rate)
-                    found = [(r * scale, t, s, c) for r, t, s, c in found]
-                    found[0] = (first, token, source, below)
-        return found
-
-    def _seen(self, steps: Sequence[Step], depth: int) -> Sequence[Step]:
-        """The steps with rates that know the noise."""
-        if self._foresight is None:
-            return steps
-        weighed, knowing = self._foresight.weighed, self._knowing
-        return [
-            step
-            if step[2] in knowing
-            else (step[0], weighed(step[1], depth, step[0]), step[2], step[3], step[4])
-            for step in steps
-        ]
-
-    def tree(self, num_nodes: int, without: Collection[int] = ()) -> DraftTree:
-        """The first ``num_nodes`` taken, depth-first, likeliest child first.
-
-        without: nodes to leave out together with everything below them.
-        """
-        if num_nodes == 0:
-            return EMPTY_TREE
-        if not without and self.parents[:num_nodes] == list(range(num_nodes)):
-            return DraftTree.build(
-                self.tokens[:num_nodes],
-                self.parents[:num_nodes],
-                self.sources[:num_nodes],
-                self.probabilities[:num_nodes],
-            )
-        children: list[list[int]] = [[] for _ in range(num_nodes + 1)]
-        for node in range(1, num_nodes + 1):
-            if node not in without:
-                children[self.parents[node - 1]].append(node)
-        tokens: list[int] = []
-        parents: list[int] = []
-        sources: list[int] = []
-        probabilities: list[float] = []
-        stack = [(node, 0) for node in reversed(children[0])]
-        while stack:
-            node, parent = stack.pop()
-            tokens.append(self.tokens[node - 1])
-            parents.append(parent)
-            sources.append(self.sources[node - 1])
-            probabilities.append(self.probabilities[node - 1])
-            place = len(tokens)
-            for child in reversed(children[node]):
-                stack.append((child, place))
-        return DraftTree.build(tokens, parents, sources, probabilities)
+@inner
+def _with_room(numbers: Ints, used: int, more: int) -> Ints:
+    """The rows, or a larger copy where they have no room for ``more``."""
+    if used + more <= len(numbers):
+        return numbers
+    larger = np.empty((2 * (used + more), numbers.shape[1]), np.int32)
+    larger[:used] = numbers[:used]
+    return larger
 
 
-def _merge(opened: Sequence[tuple[Offer, Sequence[Step]]]) -> list[Child]:
-    """The children of several offers, one for each token."""
-    places: dict[int, int] = {}
-    found: list[Child] = []
-    for offer, steps in opened:
-        for token, rate, source, _, below in steps:
-            place = places.get(token)
-            if place is None:
-                places[token] = len(found)
-                found.append((rate, token, source, [] if below is None else [(offer, below)]))
-                continue
-            best_rate, _, _, cursors_below = found[place]
-            if below is not None:
-                cursors_below.append((offer, below))
-            if rate > best_rate:
-                found[place] = (rate, token, source, cursors_below)
-    return found
+@inner
+def _knows_noise(source: int, heads_foreseen: bool) -> bool:
+    """Whether a source's chances know the noise already: the draft pass's own token, and heads
+    where they say so (:class:`HeadCandidates`)."""
+    return source == _SELF or (heads_foreseen and source in (_HEADS, _FREE_HEADS))
 
 
-_by_rate = itemgetter(0)
+@inner
+def _sort(found: Ints, chances: Floats, number: int) -> None:
+    """Likeliest first; of equals the order stays."""
+    for place in range(1, number):
+        chance = chances[place]
+        if chances[place - 1] >= chance:
+            continue
+        row = found[place].copy()
+        before = place
+        while before > 0 and chances[before - 1] < chance:
+            chances[before] = chances[before - 1]
+            found[before] = found[before - 1]
+            before -= 1
+        chances[before] = chance
+        found[before] = row
 
 
-def take_best_first(
-    tries: Sequence[Trie], limits: Sequence[int], min_probability: float = 0.0
-) -> Iterator[tuple[int, float]]:
-    """Take nodes over all tries in order of their path probability.
+@inner
+def _share_out(chances: Floats, number: int) -> None:
+    """Takes what is too much from chances that are sorted."""
+    total = 0.0
+    for place in range(number):
+        total += chances[place]
+    if total > 1.0:
+        first = min(chances[0], _MAX_FIRST_RATE)
+        scale = (1.0 - first) / (total - chances[0])
+        for place in range(1, number):
+            chances[place] *= scale
+        chances[0] = first
 
-    limits: the most nodes each trie may give. min_probability: paths at or below it are
-    not offered. Yields (trie, path probability) for every node taken.
-    """
-    heap: list[_Entry] = []
-    order = 0
-    for index, trie in enumerate(tries):
-        if limits[index] > 0:
-            for rate, token, source, below in trie.children(trie.roots, 0):
-                if rate > min_probability:
-                    order += 1
-                    heap.append((-rate, order, index, 0, token, source, below))
-    if not heap:
-        return
-    heapq.heapify(heap)
-    heappush, heappop, heappushpop = heapq.heappush, heapq.heappop, heapq.heappushpop
-    entry = heappop(heap)
+
+@inner
+def _push(heap: Ints, size: int, chances: Floats, entry: int) -> None:
+    """Heap: the likeliest entry on top, of equals the one found first (of the lower number)."""
+    place = size
+    chance = chances[entry]
+    while place > 0:
+        above = (place - 1) >> 1
+        if chances[heap[above]] >= chance:
+            break
+        heap[place] = heap[above]
+        place = above
+    heap[place] = entry
+
+
+@inner
+def _pop(heap: Ints, size: int, chances: Floats) -> int:
+    top, last = heap[0], heap[size - 1]
+    size -= 1
+    place = 0
     while True:
-        negative, _, index, parent, token, source, cursors = entry
-        trie = tries[index]
-        node = len(trie.tokens) + 1
-        limit = limits[index]
-        if node <= limit:
-            depth = trie.take(parent, token, source, -negative)
-            yield index, -negative
-            if cursors and node < limit:
-                children = trie.children(cursors, depth)
-                if len(children) == 1:
-                    rate, token, source, below = children[0]
-                    if -negative * rate > min_probability:
-                        order += 1
-                        entry = (negative * rate, order, index, node, token, source, below)
-                        entry = heappushpop(heap, entry)
-                        continue
-                else:
-                    for rate, token, source, below in children:
-                        if -negative * rate > min_probability:
-                            order += 1
-                            entry = (negative * rate, order, index, node, token, source, below)
-                            heappush(heap, entry)
-        if not heap:
-            return
-        entry = heappop(heap)
+        below = 2 * place + 1
+        if below >= size:
+            break
+        if below + 1 < size and _is_before(chances, heap[below + 1], heap[below]):
+            below += 1
+        if not _is_before(chances, heap[below], last):
+            break
+        heap[place] = heap[below]
+        place = below
+    heap[place] = last
+    return top
 
 
-def grow_tree(offers: Sequence[Offer], budget: int, chain_only: bool = False) -> DraftTree:
-    """The ``budget`` likeliest nodes that the offers hold, merged."""
-    trie = Trie(offers, chain_only)
-    for _ in take_best_first([trie], [budget]):
-        pass
-    return trie.tree(len(trie.tokens))
+@inner
+def _is_before(chances: Floats, one: int, other: int) -> bool:
+    return chances[one] > chances[other] or (chances[one] == chances[other] and one < other)
 
 
-def paper_tree(
-    heads: HeadCandidates,
-    table: NgramTable,
-    budget: int,
-    widths: Sequence[int] = (1, 3, 3, 3),
-    chain_only: bool = False,
-) -> DraftTree:
-    """The paper's setting: a fixed Cartesian tree and the ``k`` n-grams after ``argmax p_0``.
+@entry
+def take_best_first(
+    steps: Ints,
+    rates: Floats,
+    roots: Ints,
+    num_roots: int,
+    limit: int,
+    min_probability: float,
+    chain_only: bool,
+    heads_foreseen: bool,
+    noise_kind: int,
+    keys: Keys,
+    taken: Ints,
+    probabilities: Floats,
+) -> int:
+    """Takes nodes of the merged offers in order of their path probability.
 
-    Probabilities are the heads' and the n-grams' shares at face value; where the budget is
-    smaller than the tree (the paper's has up to 101 nodes), they say what is kept.
+    limit: the most nodes. min_probability: paths at or below it are not taken. chain_only: only
+    the likeliest child of a node (requests under a grammar). heads_foreseen: the heads' chances
+    know the noise already.
+
+    Writes ``taken``, int32 ``[limit, 3]``: token, source and parent of node ``i + 1`` at ``i``,
+    parents before children; and ``probabilities``, float64 ``[limit]``, of the whole path.
+    Returns the number of nodes.
     """
-    offers: list[Offer] = [HeadOffer(None, heads, widths)]
-    first = heads.tokens[0][0]
-    ngrams = table.lookup(first)
-    if ngrams:
-        after = NgramOffer(None, ngrams, table.total(first), max_depth=table.n - 1)
-        offers.append(AfterOffer(first, after))
-    return grow_tree(offers, budget, chain_only)
+    # Of a path that may be taken: token, source, parent and its cursors. A cursor is a group
+    # of steps that may follow: first step, number, and the next cursor (-1: none).
+    entries = np.empty((_INITIAL, 4), np.int32)
+    chances = np.empty(_INITIAL)
+    heap = np.empty(_INITIAL, np.int32)
+    cursors = np.empty((_INITIAL, 3), np.int32)
+    found = np.empty((_INITIAL, 4), np.int32)  # token, source, first and last cursor
+    found_chances = np.empty(_INITIAL)
+    depths = np.empty(limit + 1, np.int32)
+    for offer in range(num_roots):
+        cursors[offer, 0], cursors[offer, 1] = roots[offer, 0], roots[offer, 1]
+        cursors[offer, 2] = offer + 1 if offer + 1 < num_roots else -1
+    num_cursors, num_entries, heap_size = num_roots, 0, 0
+    node = depth = 0
+    cursor = 0 if num_roots > 0 and limit > 0 else -1
+    path = 1.0
+    depths[0] = 0
+    while True:
+        # The children of the node taken last, one for each token. Offers that propose the same
+        # token read the same text, so their chances are not independent (1 - (1 - p)(1 - q)
+        # came out half as true as it claimed on prose and code); the surest one counts, and
+        # names the node's source.
+        number = 0
+        key = position_key(noise_kind, keys, depth)
+        while cursor >= 0:
+            first, size = cursors[cursor, 0], cursors[cursor, 1]
+            cursor = cursors[cursor, 2]
+            if number + size > len(found_chances):
+                found = _with_room(found, number, size)
+                larger = np.empty(len(found))
+                larger[:number] = found_chances[:number]
+                found_chances = larger
+            cursors = _with_room(cursors, num_cursors, size)
+            for step in range(first, first + size):
+                token, source, rate = steps[step, TOKEN], steps[step, SOURCE], rates[step]
+                if noise_kind != NO_NOISE and not _knows_noise(source, heads_foreseen):
+                    rate = weighed_by(noise_kind, key, rate, token)
+                place = 0
+                while place < number and found[place, 0] != token:
+                    place += 1
+                if place == number:
+                    found[place, 0], found[place, 1] = token, source
+                    found[place, 2], found[place, 3] = -1, -1
+                    found_chances[place] = rate
+                    number += 1
+                elif rate > found_chances[place]:
+                    found[place, 1] = source
+                    found_chances[place] = rate
+                if steps[step, NUM_BELOW] > 0:
+                    cursors[num_cursors, 0] = steps[step, BELOW]
+                    cursors[num_cursors, 1] = steps[step, NUM_BELOW]
+                    cursors[num_cursors, 2] = -1
+                    if found[place, 2] < 0:
+                        found[place, 2] = num_cursors
+                    else:
+                        cursors[found[place, 3], 2] = num_cursors
+                    found[place, 3] = num_cursors
+                    num_cursors += 1
+        if number > 1:
+            _sort(found, found_chances, number)
+            if chain_only:
+                number = 1
+            else:
+                _share_out(found_chances, number)
+        if num_entries + number > len(chances):
+            entries = _with_room(entries, num_entries, number)
+            larger = np.empty(len(entries))
+            larger[:num_entries] = chances[:num_entries]
+            chances = larger
+            larger_heap = np.empty(len(entries), np.int32)
+            larger_heap[:heap_size] = heap[:heap_size]
+            heap = larger_heap
+        for place in range(number):
+            chance = path * found_chances[place]
+            if chance > min_probability:
+                entries[num_entries, 0], entries[num_entries, 1] = found[place, 0], found[place, 1]
+                entries[num_entries, 2], entries[num_entries, 3] = node, found[place, 2]
+                chances[num_entries] = chance
+                _push(heap, heap_size, chances, num_entries)
+                num_entries += 1
+                heap_size += 1
+        if heap_size == 0 or node == limit:
+            return node
+        best = _pop(heap, heap_size, chances)
+        heap_size -= 1
+        path = chances[best]
+        for column in range(TAKEN_COLUMNS):
+            taken[node, column] = entries[best, column]
+        probabilities[node] = path
+        depth = depths[entries[best, _PARENT]] + 1
+        node += 1
+        depths[node] = depth
+        cursor = entries[best, 3] if node < limit else -1
+
+
+@entry
+def pay_off(
+    probabilities: Floats,
+    num_requests: int,
+    curve_ms: Floats,
+    cheapest_ms: Floats,
+    fixed_ms: float,
+) -> tuple[int, float]:
+    """How many of the likeliest nodes to take, and the tokens per ms that the step then makes.
+
+    probabilities: falling, of all requests together. curve_ms: of the verify pass, by number of
+    nodes; cheapest_ms: the least that any further node adds to it; fixed_ms: of the step besides.
+    """
+    expected = float(num_requests)
+    best_rate = expected / (curve_ms[0] + fixed_ms)
+    best = 0
+    for index in range(len(probabilities)):
+        probability = probabilities[index]
+        expected += probability
+        rate = expected / (curve_ms[index + 1] + fixed_ms)
+        if rate > best_rate:
+            best_rate, best = rate, index + 1
+        elif probability <= best_rate * cheapest_ms[index + 1]:
+            break  # no number of nodes this likely can catch up
+    return best, best_rate
+
+
+@entry
+def drop_dear_branches(
+    taken: Ints,
+    probabilities: Floats,
+    count: int,
+    rate: float,
+    node_ms: float,
+    chain_ms: float,
+) -> tuple[float, float]:
+    """Marks side branches, of the first ``count`` nodes, that bring less than their own chain.
+
+    rate: tokens per ms that time is worth. Where such a branch begins, the parent becomes -1.
+    Returns the expected tokens lost with them, and the change in ms (chains kept less nodes
+    saved).
+    """
+    tokens = np.zeros(count + 1)  # of the subtree as kept, by node
+    nodes = np.ones(count + 1, np.int32)
+    chains = np.zeros(count + 1, np.int32)
+    first_child = np.zeros(count + 1, np.int32)
+    for node in range(count, 0, -1):
+        tokens[node] = probabilities[node - 1]
+        first_child[taken[node - 1, _PARENT]] = node
+    lost = 0.0
+    saved_nodes = 0
+    for node in range(count, 0, -1):
+        parent = taken[node - 1, _PARENT]
+        if first_child[parent] != node:
+            cost_ms = nodes[node] * node_ms + (chains[node] + 1) * chain_ms
+            if tokens[node] < rate * cost_ms:
+                taken[node - 1, _PARENT] = -1
+                lost += tokens[node]
+                saved_nodes += nodes[node]
+                continue
+            chains[parent] += 1
+        tokens[parent] += tokens[node]
+        nodes[parent] += nodes[node]
+        chains[parent] += chains[node]
+    return lost, chains[0] * chain_ms - saved_nodes * node_ms
+
+
+@entry
+def _depth_first(
+    taken: Ints, probabilities: Floats, count: int
+) -> tuple[Ints, Ints, npt.NDArray[np.int8], npt.NDArray[np.float32]]:
+    """The first ``count`` nodes as a draft tree's arrays, dropped branches left out."""
+    # Children in the order they were taken, which is likeliest first.
+    first_child = np.zeros(count + 1, np.int32)
+    sibling = np.zeros(count + 1, np.int32)
+    for node in range(count, 0, -1):
+        parent = taken[node - 1, _PARENT]
+        if parent >= 0:
+            sibling[node] = first_child[parent]
+            first_child[parent] = node
+    tokens = np.empty(count, np.int32)
+    parents = np.empty(count, np.int32)
+    sources = np.empty(count, np.int8)
+    chances = np.empty(count, np.float32)
+    place = np.zeros(count + 1, np.int32)  # in the tree, by node
+    number = 0
+    node = first_child[0]
+    while node > 0:
+        parent = taken[node - 1, _PARENT]
+        tokens[number], sources[number] = taken[node - 1, 0], taken[node - 1, 1]
+        parents[number], chances[number] = place[parent], probabilities[node - 1]
+        number += 1
+        place[node] = number
+        following = first_child[node]
+        while following == 0 and node > 0:
+            following = sibling[node]
+            node = taken[node - 1, _PARENT]
+        node = following
+    return tokens[:number], parents[:number], sources[:number], chances[:number]
+
+
+def tree_of(taken: Ints, probabilities: Floats, count: int) -> DraftTree:
+    """The first ``count`` nodes taken, depth-first, likeliest child first."""
+    return DraftTree(*_depth_first(taken, probabilities, count))

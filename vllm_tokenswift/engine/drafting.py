@@ -11,9 +11,10 @@ import torch
 
 from vllm_tokenswift.draft.candidates import HeadCandidates
 from vllm_tokenswift.draft.cost import CostModel
-from vllm_tokenswift.draft.foresight import Foresight, NoiseOf
+from vllm_tokenswift.draft.foresight import Foresight
 from vllm_tokenswift.draft.planner import DraftRequest as PlannedRequest
 from vllm_tokenswift.draft.planner import PlanMode, Planner
+from vllm_tokenswift.draft.warm_up import warm_up
 from vllm_tokenswift.engine.cost_cache import cached_cost
 from vllm_tokenswift.engine.cost_curve import CostCurve
 from vllm_tokenswift.engine.draft_pass import DraftRow
@@ -76,8 +77,10 @@ class Drafter:
             self.planner = Planner(cost, self.options.budget_tokens)
             return replace(cost, drafting_ms=host_ms(self))
 
+        mode = cast(PlanMode, self.options.plan)
+        warm_up(mode)
         cost = cached_cost(runner, curve, completed)
-        self.planner = Planner(cost, self.options.budget_tokens, cast(PlanMode, self.options.plan))
+        self.planner = Planner(cost, self.options.budget_tokens, mode)
 
     def begin(self, requests: Sequence[DraftRequest], hidden_states: torch.Tensor) -> None:
         """To be called for the requests of a step before :meth:`draft`, with the same states.
@@ -178,16 +181,7 @@ class Drafter:
 
     def foresight(self, req_id: str) -> Foresight | None:
         """What drafts may see of the noise of a request's coming samples."""
-        scorer = self.runner.scorer
-        if self.options.plan != "auto" or scorer.noise_at(req_id, 0) is None:
-            return None
-
-        def noise_at(depth: int) -> NoiseOf:
-            noise = scorer.noise_at(req_id, depth)
-            assert noise is not None
-            return noise
-
-        return Foresight(noise_at)
+        return self.runner.scorer.foresight(req_id) if self.options.plan == "auto" else None
 
     def _wants_pass(self, planned: list[PlannedRequest], num_undrafted: int) -> list[bool]:
         if self.options.self_draft == "off":

@@ -29,12 +29,10 @@ a longer chain is not followed: offers of one long repetition count at every ite
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
-from vllm_tokenswift.draft.state import DraftState
 from vllm_tokenswift.explain.record import HEAD_SOURCES, Iteration, Record
 from vllm_tokenswift.explain.times import times_of
 
@@ -81,25 +79,8 @@ def longest_offers(record: Record) -> list[int]:
         allowed = iteration.is_decode and NOTHING_ALLOWED not in iteration.decisions
         # One token more than the chain is emitted.
         limit = min(record.options.num_speculative_tokens, len(tokens) - position - 1)
-        longest.append(longest_offer(state, tokens[position : position + limit]) if allowed else 0)
+        longest.append(state.longest_offer(tokens[position : position + limit]) if allowed else 0)
     return longest
-
-
-def longest_offer(state: DraftState, coming: Sequence[int]) -> int:
-    """How many of the ``coming`` tokens the text offers, from the first without a gap."""
-    offers = state.candidates(None, len(coming))
-    cursors = [(offer, offer.root) for offer in offers]
-    for depth, token in enumerate(coming):
-        found = [
-            (offer, below)
-            for offer, handle in cursors
-            for candidate, _, _, _, below in offer.steps(handle)
-            if candidate == token
-        ]
-        if not found:
-            return depth
-        cursors = [(offer, below) for offer, below in found if below is not None]
-    return len(coming)
 
 
 def _regret(iteration: Iteration, record: Record, offered: int) -> Regret:

@@ -18,20 +18,25 @@ Discarding unused draws is exact under one more condition: the tree must not
 depend on them. The walk stops at a position because of that position's own
 draw; later draws were compared with nothing that was emitted, so replacing
 them by fresh independent ones changes no joint probability. Exponential rows of
-*unseeded* requests are not kept (a row is 4 bytes per vocabulary entry), and drafts do not
-look at them. Everything else is kept until its token is committed, and drafting does look
-(``draft/foresight.py``).
+*unseeded* requests are not kept (a row is 4 bytes per vocabulary entry). Everything else is
+kept until its token is committed. Drafting looks at the integers (``draft/foresight.py``),
+and at no rows.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
-from math import log
+from collections.abc import Sequence
+from itertools import islice
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.platforms import CpuArchEnum, current_platform
+
+from vllm_tokenswift.draft.foresight import Foresight
+from vllm_tokenswift.draft.noise import SPLITMIX, position_key
 
 
 class PositionDraws(ABC):
@@ -44,9 +49,8 @@ class PositionDraws(ABC):
     def commit(self, num_tokens: int) -> None:
         """The next ``num_tokens`` positions have their tokens: drop their draws."""
 
-    def noise_at(self, depth: int) -> Callable[[int], float] | None:
-        """The exponential noise of each token at one position, or None where drafts may not
-        or cannot look at it."""
+    def foresight(self) -> Foresight | None:
+        """The noise of the coming positions, or None where drafts may not or cannot look at it."""
         return None
 
 
@@ -84,30 +88,17 @@ class SeedDraws(PositionDraws):
         for _ in range(min(num_tokens, len(self.pending))):
             self.pending.popleft()
 
+    def ahead(self, num_positions: int) -> npt.NDArray[np.uint64]:
+        """The integers of the next positions."""
+        self.at(num_positions - 1)
+        return np.fromiter(islice(self.pending, num_positions), np.uint64, num_positions)
+
+    def foresight(self) -> Foresight:
+        return Foresight(SPLITMIX, self.ahead)
+
     def key_at(self, depth: int) -> int:
         """The state from which a position's noise is made, token by token."""
-        return _splitmix64(self.at(depth))
-
-    def noise_at(self, depth: int) -> Callable[[int], float]:
-        key = self.key_at(depth)
-
-        def noise(token: int) -> float:
-            bits = _splitmix64((key + (token + 1) * _SPLITMIX_GAMMA) & _MASK64) >> 11
-            return -log((bits + 0.5) * 2.0**-53)
-
-        return noise
-
-
-# vLLM's CPU kernel (``fused_gumbel_argmax``): token i's noise is SplitMix64 of (seed, i).
-_MASK64 = (1 << 64) - 1
-_SPLITMIX_GAMMA = 0x9E3779B97F4A7C15
-
-
-def _splitmix64(state: int) -> int:
-    """The output function of the SplitMix64 generator (Steele, Lea and Flood, 2014)."""
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return state ^ (state >> 31)
+        return int(position_key(SPLITMIX, np.array([self.at(depth)], np.uint64), 0))
 
 
 class GumbelSeedSampler(NoiseSampler):
@@ -152,12 +143,6 @@ class RowDraws(PositionDraws):
     def commit(self, num_tokens: int) -> None:
         for _ in range(min(num_tokens, len(self.pending))):
             self.pending.popleft()
-
-    def noise_at(self, depth: int) -> Callable[[int], float] | None:
-        if self.generator is None or self._device.type != "cpu":
-            return None
-        row = self.at(depth).numpy()
-        return lambda token: float(row[token])
 
 
 class ExponentialSampler(NoiseSampler):

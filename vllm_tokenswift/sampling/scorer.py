@@ -16,6 +16,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
+from vllm_tokenswift.draft.foresight import Foresight
 from vllm_tokenswift.sampling.constraints import Rows, apply_constraints, shape_distribution
 from vllm_tokenswift.sampling.logprobs import gather_logprobs, wants_logprobs
 from vllm_tokenswift.sampling.noise import PositionDraws, noise_sampler
@@ -89,13 +90,13 @@ class TreeScorer:
     def _new_draws(self, generator: torch.Generator | None) -> PositionDraws:
         return self._noise.new_draws(generator)
 
-    def noise_at(self, req_id: str, depth: int) -> Callable[[int], float] | None:
-        """The noise of each token, ``depth`` positions after the request's next.
+    def foresight(self, req_id: str) -> Foresight | None:
+        """The noise of the request's coming positions, from its next on.
 
         None where the request is greedy or its noise is not known beforehand.
         """
         state = self._states[req_id]
-        return None if state.greedy else state.draws.noise_at(depth)
+        return None if state.greedy else state.draws.foresight()
 
     def states(self, req_ids: Sequence[str]) -> list[RequestState]:
         """What is known of these requests, to be read."""

@@ -1,0 +1,35 @@
+"""Compiling drafting before the first request comes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vllm_tokenswift.draft.candidates import HeadCandidates
+from vllm_tokenswift.draft.cost import CostModel
+from vllm_tokenswift.draft.foresight import Foresight
+from vllm_tokenswift.draft.noise import SPLITMIX, Keys
+from vllm_tokenswift.draft.planner import DraftRequest, PlanMode, Planner
+from vllm_tokenswift.draft.state import DraftState
+
+
+def warm_up(mode: PlanMode) -> None:
+    """Drafts for a tiny text in every way that a planner of this mode may.
+
+    Compiles what no process on this machine has compiled before (some 20 s), or loads it
+    (0.5 s).
+    """
+    # Chains cost something, so that branches are weighed; nodes cost next to nothing.
+    cost = CostModel(((1, 1.0), (65, 1.1)), chain_ms=0.01, draft_points=((0, 1.0),))
+    planner, state = Planner(cost, mode=mode), DraftState()
+    state.extend([*range(200), 0, 1, 2, 0, 1])  # long enough for every table to grow
+    foresight = Foresight(SPLITMIX, _keys)
+    foresight.weighed(0.5, 0, 7)
+    heads = HeadCandidates([[7, 8], [9, 9]], [[0.6, 0.2], [0.3, 0.2]], free=False)
+    for candidates in (None, heads):
+        request = DraftRequest(state, candidates, state.num_tokens, 8, foresight=foresight)
+        planner.plan([request])
+    state.extend([2])
+
+
+def _keys(num_positions: int) -> Keys:
+    return np.arange(num_positions, dtype=np.uint64)
