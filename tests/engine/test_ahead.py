@@ -11,6 +11,7 @@ from engine_kit import engine, generate, prompt_of, runner_of, tokenswift
 from vllm import SamplingParams
 
 from vllm_tokenswift.demo.texts import WINDOWED_PENALTY
+from vllm_tokenswift.engine import cost_cache
 from vllm_tokenswift.engine import runner as runner_module
 from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
 from vllm_tokenswift.metrics import Stats
@@ -181,7 +182,10 @@ def test_drafting_begins_again_when_it_pays(tiny_model, runs_ahead):
         assert stats.num_passes_unread > 30
 
 
-def test_the_host_s_time_is_measured_at_start_and_leaves_nothing_behind(tiny_model, launches_ahead):
+def test_the_host_s_time_is_measured_at_start_and_leaves_nothing_behind(
+    tiny_model, launches_ahead, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(cost_cache, "cost_folder", lambda: tmp_path)
     params = params_of(40, 0)
     plain = plain_texts(tiny_model, PROMPTS[:1], [params])
     with engine(tiny_model, **tokenswift()) as llm:

@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
@@ -99,11 +101,19 @@ class TreeMetadataBuilder:
             return stock
         return self.with_rows(stock, self.tree_rows.uniform_chains(common_attn_metadata, width))
 
-    def refresh(self, common: CommonAttentionMetadata, built: Any) -> bool:
+    def refresh(
+        self,
+        common: CommonAttentionMetadata,
+        built: Any,
+        starts: npt.NDArray[np.int32],
+        has_trees: bool,
+    ) -> bool:
         """Brings to this step what the device holds of metadata built before for its shape.
 
-        For a step that replays a full graph, which reads nothing else. common: as ``built`` was
-        made of, its tensors being the step's. False where the metadata has to be built anew.
+        For a step that replays a full graph, which reads nothing else, and whose inputs
+        ``engine/step_inputs.py`` has laid out. common: as ``built`` was made of, its tensors
+        being the step's. starts: int32 ``[requests + 1]``, their first rows. has_trees: trees
+        will be filled in. False where the metadata has to be built anew.
         """
         return False
 
@@ -138,11 +148,18 @@ class TreeMetadataBuilder:
 class TreeFlashMetadataBuilder(TreeMetadataBuilder, flash_attn.FlashAttentionMetadataBuilder):
     metadata_cls = TreeFlashMetadata
 
-    def refresh(self, common: CommonAttentionMetadata, built: Any) -> bool:
-        if getattr(built, "trees", None) is not None:
-            width = common.num_actual_tokens // common.num_reqs
-            rows = self.tree_rows.uniform_chains(common, width)
-            rows.max_num_splits = built.trees.max_num_splits
+    def refresh(
+        self,
+        common: CommonAttentionMetadata,
+        built: Any,
+        starts: npt.NDArray[np.int32],
+        has_trees: bool,
+    ) -> bool:
+        rows = getattr(built, "trees", None)
+        if rows is not None:
+            if not has_trees:
+                self.tree_rows.fill_ancestors(starts, ())
+            rows.max_prefix_len = common.max_seq_len
             self._prefix_schedule(rows)
         elif built.scheduler_metadata is not None:
             schedule = self._get_scheduler_metadata(

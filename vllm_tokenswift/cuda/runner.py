@@ -60,9 +60,9 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
         [[group]] = self.attn_groups
         context = self.compilation_config.static_forward_context
         layers = {name: context[name] for name in group.layer_names}
-        return CUDATreeAttention(
-            layers, group.get_metadata_builder(), self.max_num_reqs, self.num_spec_tokens
-        )
+        builder = group.get_metadata_builder()
+        self.prefix_lens = builder.tree_rows.prefix_lens
+        return CUDATreeAttention(layers, builder, self.max_num_reqs, self.num_spec_tokens)
 
     def _determine_batch_execution_and_padding(
         self,
@@ -114,7 +114,9 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
             metadata, common = kept
             common.max_seq_len = int(self.optimistic_seq_lens_cpu.numpy()[:num_reqs].max())
             builder = self.attn_groups[0][0].get_metadata_builder()
-            if builder.refresh(common, metadata[self.tree_attention.layer_names[0]]):
+            built = metadata[self.tree_attention.layer_names[0]]
+            starts = self.query_start_loc.np[: num_reqs + 1]
+            if builder.refresh(common, built, starts, bool(self._plan.branching)):
                 return kept
         kept = self._replayed[shape] = super()._step_metadata(*args, **kwargs)
         return kept

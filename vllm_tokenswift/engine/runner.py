@@ -27,6 +27,7 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_tokenswift.draft.state import DraftState
+from vllm_tokenswift.engine import step_layout
 from vllm_tokenswift.engine.ahead import PassAhead, PassesAhead
 from vllm_tokenswift.engine.cost_curve import (
     MakePass,
@@ -79,6 +80,9 @@ class TokenSwiftRunnerMixin(_Runner):
     scorer_cls: type[TreeScorer] = TreeScorer
     tree_attention: TreeAttention
     drafter: Any
+    # int32 [most requests] on the device, tokens before each request's rows; where attention
+    # reads it.
+    prefix_lens: torch.Tensor | None = None
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -124,6 +128,7 @@ class TokenSwiftRunnerMixin(_Runner):
     def start_drafting(self) -> None:
         """Called once the KV cache stands and the model is compiled."""
         self.tree_attention = self._make_tree_attention()
+        step_layout.warm_up()
         self.drafting = Drafter(self, lambda drafting: drafting_ms(self, drafting))
         self.next_step = NextStep(self, self.drafting)
         if self.options.record is not None and get_tp_group().rank_in_group == 0:

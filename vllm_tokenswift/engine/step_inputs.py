@@ -3,8 +3,8 @@
 vLLM's own ``_prepare_inputs`` (``vllm/v1/worker/gpu_model_runner.py``) makes some twenty
 small copies and launches, for features (M-RoPE, LoRA, hybrid models, asynchronous
 scheduling) that TokenSwift refuses; on a GPU they take longer than a small model's pass.
-Here the same numbers take one copy. Steps with prefill chunks, whose passes are long, stay
-with vLLM.
+Here the same numbers take one call of compiled code and one copy. Steps with prefill chunks,
+whose passes are long, stay with vLLM.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_tokenswift.engine.staging import Staging
+from vllm_tokenswift.engine.step_layout import lay_out_rows
 from vllm_tokenswift.engine.verify_plan import VerifyPlan
+from vllm_tokenswift.tree import EMPTY_TREE
 
 if TYPE_CHECKING:
     from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
@@ -29,6 +31,7 @@ class StepInputs:
     def __init__(self, runner: TokenSwiftRunnerMixin) -> None:
         self.runner = runner
         self._staging = Staging(runner.device)
+        self._prefix_lens = np.zeros(runner.max_num_reqs, np.int32)
         # The block table's rows as they are on the device; unknown at first.
         self._tables = np.empty((0, 0), np.int32)
 
@@ -59,51 +62,56 @@ class StepInputs:
         num_reqs = batch.num_reqs
         self._commit_tables(num_reqs)
 
-        stops = np.cumsum(num_scheduled_tokens)
-        num_rows = int(stops[-1])
-        request = np.repeat(np.arange(num_reqs), num_scheduled_tokens)  # [rows]
+        num_drafts = np.zeros(num_reqs, np.int64)
+        for tree in plan.trees:
+            num_drafts[tree.batch_row] = len(tree.tree)
+        parents = [rows.tree.parents for rows in plan.trees] or [EMPTY_TREE.parents]
+        num_rows = int(num_scheduled_tokens.sum())
         computed = batch.num_computed_tokens_cpu[:num_reqs]
-        places = computed[request] + (
-            np.arange(num_rows) - np.repeat(stops - num_scheduled_tokens, num_scheduled_tokens)
+        table = batch.block_table[0]
+        positions, slots = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
+        token_ids = np.empty(num_rows, np.int32)
+        logits_indices = np.empty(num_reqs + int(num_drafts.sum()), np.int32)
+        starts = runner.query_start_loc.np
+        lay_out_rows(
+            num_scheduled_tokens,
+            computed,
+            num_drafts,
+            np.concatenate(parents),
+            batch.token_ids_cpu,
+            table.get_numpy_array(),
+            runner.tree_attention.block_size,
+            positions,
+            slots,
+            token_ids,
+            logits_indices,
+            starts,
         )
-        token_ids = batch.token_ids_cpu[request, places]
-        table, block_size = batch.block_table[0], runner.tree_attention.block_size
-        slots = table.get_numpy_array()[request, places // block_size].astype(np.int64)
-        slots = slots * block_size + places % block_size
-        positions = places.astype(np.int64)  # KV lies by place, RoPE turns by depth
-        for rows in plan.branching:
-            positions[rows.root_row : rows.root_row + len(rows.tree) + 1] = rows.positions
-
         seq_lens = computed + num_scheduled_tokens
         num_tokens = [runner.requests[req_id].num_tokens for req_id in batch.req_ids]
         runner.discard_request_mask.np[:num_reqs] = seq_lens < np.asarray(num_tokens)
         lengths = runner.optimistic_seq_lens_cpu.numpy()
         lengths[:num_reqs] = seq_lens
         lengths[num_reqs:] = 0
-        starts = runner.query_start_loc.np
-        starts[0] = 0
-        starts[1 : num_reqs + 1] = stops
-        starts[num_reqs + 1 :] = num_rows  # never falling, as attention kernels require
 
-        num_drafts = np.zeros(num_reqs, np.int64)
-        for tree in plan.trees:
-            num_drafts[tree.batch_row] = len(tree.tree)
-
-        *given, logits_indices = self._staging.to_device(
-            positions, slots, token_ids, lengths, starts, logits_rows(num_drafts, stops)
-        )
-        buffers: tuple[Any, ...] = (
-            runner.positions[:num_rows],
-            table.slot_mapping.gpu[:num_rows],
-            runner.input_ids.gpu[:num_rows],
-            runner.seq_lens,
-            runner.query_start_loc.gpu,
-        )
+        given = [
+            (runner.positions[:num_rows], positions),
+            (table.slot_mapping.gpu[:num_rows], slots),
+            (runner.input_ids.gpu[:num_rows], token_ids),
+            (runner.seq_lens, lengths),
+            (runner.query_start_loc.gpu, starts),
+        ]
+        if runner.prefix_lens is not None:
+            self._prefix_lens[:num_reqs] = computed
+            self._prefix_lens[num_reqs:] = 0
+            given.append((runner.prefix_lens, self._prefix_lens))
+        buffers = [buffer for buffer, _ in given]
+        *staged, indices = self._staging.to_device(*(values for _, values in given), logits_indices)
         # One launch for all buffers of a type.
-        for chosen in ((0, 1), (2, 3, 4)):
-            torch._foreach_copy_([buffers[i] for i in chosen], [given[i] for i in chosen])
-        metadata = logits_layout(logits_indices, num_drafts)
-        return logits_indices, metadata, int(num_drafts.max()) + 1
+        for chosen in (slice(0, 2), slice(2, None)):
+            torch._foreach_copy_(buffers[chosen], staged[chosen])
+        metadata = logits_layout(indices, num_drafts)
+        return indices, metadata, int(num_drafts.max()) + 1
 
 
 def logits_rows(
