@@ -90,8 +90,8 @@ def _rank(ngrams: Ints, first: Ints, number: int, k: int) -> None:
         ngrams[current - 1, NEXT] = 0
 
 
-@entry
-def _extend(
+@inner
+def count_ngrams(
     slots: Ints, ngrams: Ints, firsts: Ints, window: Ints, counts: Ints, k: int, tokens: Ints
 ) -> int:
     """Appends tokens as long as there is room for what they add; returns how many."""
@@ -127,6 +127,13 @@ def _extend(
         first[TOTAL] += 1
         _rank(ngrams, first, slots[slot], k)
     return len(tokens)
+
+
+@entry
+def _extend(
+    slots: Ints, ngrams: Ints, firsts: Ints, window: Ints, counts: Ints, k: int, tokens: Ints
+) -> int:
+    return count_ngrams(slots, ngrams, firsts, window, counts, k, tokens)
 
 
 @entry
@@ -169,7 +176,8 @@ class NgramTable:
     counts and comes back when seen often enough. Extending costs O(k) a token and a look-up
     O(k), whatever the length of the text.
 
-    ``ngrams``: int32 ``[., n + 2]``, ``firsts``: int32 ``[., 3]``; see above.
+    ``ngrams``: int32 ``[., n + 2]``, ``firsts``: int32 ``[., 3]``; see above. ``slots``: int32,
+    the numbers of the n-grams, a hash table. ``window``: int32 ``[n]``, the newest tokens.
     """
 
     def __init__(self, n: int = 4, k: int = 20) -> None:
@@ -179,34 +187,39 @@ class NgramTable:
             raise ValueError(f"k must be 0 (off) or more, got {k}")
         self.n = n
         self.k = k
-        self._slots = np.zeros(128, np.int32)
+        self.slots = np.zeros(128, np.int32)
         self.ngrams = np.empty((64, n + 2), np.int32)
         self.firsts = np.zeros((128, 3), np.int32)
-        self._window = np.zeros(n, np.int32)
-        self._counts = np.zeros(3, np.int32)
+        self.window = np.zeros(n, np.int32)
+        self.counts = np.zeros(3, np.int32)
 
     def extend(self, tokens: Ints) -> None:
         """Append committed tokens, int32."""
         if self.k == 0:
             return
-        done = self._extend(tokens)
-        while done < len(tokens):
+        done = 0
+        while True:
+            done += _extend(
+                self.slots,
+                self.ngrams,
+                self.firsts,
+                self.window,
+                self.counts,
+                self.k,
+                tokens[done:],
+            )
+            if done == len(tokens):
+                return
             self._grow()
-            done += self._extend(tokens[done:])
-
-    def _extend(self, tokens: Ints) -> int:
-        return _extend(
-            self._slots, self.ngrams, self.firsts, self._window, self._counts, self.k, tokens
-        )
 
     def _grow(self) -> None:
         """Doubles what is full."""
-        num_ngrams, num_firsts, _ = self._counts.tolist()
+        num_ngrams, num_firsts, _ = self.counts.tolist()
         if num_ngrams + 1 > len(self.ngrams):
             self.ngrams = np.concatenate((self.ngrams, np.empty_like(self.ngrams)))
-        if 2 * (num_ngrams + 1) > len(self._slots):
-            self._slots = np.zeros(2 * len(self._slots), np.int32)
-            _enter_ngrams(self.ngrams, num_ngrams, self._slots)
+        if 2 * (num_ngrams + 1) > len(self.slots):
+            self.slots = np.zeros(2 * len(self.slots), np.int32)
+            _enter_ngrams(self.ngrams, num_ngrams, self.slots)
         if 2 * (num_firsts + 1) > len(self.firsts):
             larger = np.zeros((2 * len(self.firsts), 3), np.int32)
             _enter_firsts(self.firsts, larger)

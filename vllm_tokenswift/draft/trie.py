@@ -241,15 +241,20 @@ def take_best_first(
 @entry
 def pay_off(
     probabilities: Floats,
+    owners: npt.NDArray[np.int64],
     num_requests: int,
     curve_ms: Floats,
     cheapest_ms: Floats,
     fixed_ms: float,
-) -> tuple[int, float]:
-    """How many of the likeliest nodes to take, and the tokens per ms that the step then makes.
+) -> tuple[float, npt.NDArray[np.int64], Floats]:
+    """How many of the likeliest nodes to take.
 
-    probabilities: falling, of all requests together. curve_ms: of the verify pass, by number of
-    nodes; cheapest_ms: the least that any further node adds to it; fixed_ms: of the step besides.
+    probabilities: falling, of all requests together; owners: whose node each is (one request may
+    leave them out). curve_ms: of the verify pass, by number of nodes; cheapest_ms: the least that
+    any further node adds to it; fixed_ms: of the step besides.
+
+    Returns the tokens per ms that the step then makes; and by request the nodes, and the tokens
+    that it is expected to emit.
     """
     expected = float(num_requests)
     best_rate = expected / (curve_ms[0] + fixed_ms)
@@ -262,7 +267,13 @@ def pay_off(
             best_rate, best = rate, index + 1
         elif probability <= best_rate * cheapest_ms[index + 1]:
             break  # no number of nodes this likely can catch up
-    return best, best_rate
+    counts = np.zeros(num_requests, np.int64)
+    tokens = np.ones(num_requests)
+    for index in range(best):
+        owner = owners[index] if num_requests > 1 else 0
+        counts[owner] += 1
+        tokens[owner] += probabilities[index]
+    return best_rate, counts, tokens
 
 
 @entry
