@@ -148,7 +148,9 @@ def _enter_firsts(firsts: Ints, larger: Ints) -> None:
     """Enters all first tokens into a larger, empty table."""
     for row in range(len(firsts)):
         if firsts[row, _TOKEN] != 0:
-            larger[first_row(larger, firsts[row, _TOKEN] - 1)] = firsts[row]
+            place = first_row(larger, firsts[row, _TOKEN] - 1)
+            for column in range(firsts.shape[1]):
+                larger[place, column] = firsts[row, column]
 
 
 @entry

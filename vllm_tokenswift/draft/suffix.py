@@ -124,7 +124,9 @@ def _enter_edges(edges: Ints, larger: Ints) -> None:
     """Enters all edges into a larger, empty table."""
     for row in range(len(edges)):
         if edges[row, _TO] != 0:
-            larger[_edge(larger, edges[row, _FROM], edges[row, _BY])] = edges[row]
+            place = _edge(larger, edges[row, _FROM], edges[row, _BY])
+            for column in range(_EDGE_COLUMNS):
+                larger[place, column] = edges[row, column]
 
 
 @entry
