@@ -1,4 +1,4 @@
-"""Where TokenSwift keeps what it made once: the demo model, measured costs."""
+"""Where TokenSwift keeps what it made once: the demo model, measured costs, compiled code."""
 
 from __future__ import annotations
 

@@ -64,24 +64,13 @@ class DraftTree:
     probabilities: float32 ``[n]``, estimated chance that the node is accepted
         (that the whole path down to it is), or zeros where nobody estimated it.
 
-    Raises ValueError where the arrays do not describe a tree.
+    :meth:`build` converts and checks; the constructor is for arrays that are known to be right.
     """
 
     tokens: npt.NDArray[np.int32]
     parents: npt.NDArray[np.int32]
     sources: npt.NDArray[np.int8]
     probabilities: npt.NDArray[np.float32]
-
-    def __post_init__(self) -> None:
-        n = len(self.tokens)
-        for name in ("parents", "sources", "probabilities"):
-            if len(getattr(self, name)) != n:
-                raise ValueError(
-                    f"{name} has {len(getattr(self, name))} entries, tokens has {n}: "
-                    "a draft tree holds one of each for every node"
-                )
-        if n and ((self.parents < 0) | (self.parents > np.arange(n))).any():
-            raise ValueError("parents[i] must lie in 0..i: a parent stands before its child")
 
     @classmethod
     def build(
@@ -91,8 +80,9 @@ class DraftTree:
         sources: Sequence[int] | npt.NDArray[np.int8] | None = None,
         probabilities: Sequence[float] | npt.NDArray[np.float32] | None = None,
     ) -> DraftTree:
+        """Raises ValueError where the arrays do not describe a tree."""
         n = len(tokens)
-        return cls(
+        tree = cls(
             np.asarray(tokens, dtype=np.int32),
             np.asarray(parents, dtype=np.int32),
             np.zeros(n, np.int8) if sources is None else np.asarray(sources, dtype=np.int8),
@@ -100,6 +90,15 @@ class DraftTree:
             if probabilities is None
             else np.asarray(probabilities, dtype=np.float32),
         )
+        for name in ("parents", "sources", "probabilities"):
+            if len(getattr(tree, name)) != n:
+                raise ValueError(
+                    f"{name} has {len(getattr(tree, name))} entries, tokens has {n}: "
+                    "a draft tree holds one of each for every node"
+                )
+        if n and ((tree.parents < 0) | (tree.parents > np.arange(n))).any():
+            raise ValueError("parents[i] must lie in 0..i: a parent stands before its child")
+        return tree
 
     @classmethod
     def chain(cls, tokens: Sequence[int], source: Source = Source.UNKNOWN) -> DraftTree:

@@ -67,7 +67,7 @@ def test_matching_after_a_token_equals_appending_it(text: list[int]) -> None:
         index, appended = index_of(text[:done]), index_of([*text[:done], token])
         before = index.match(3)
         index.text[done + 1] = token  # behind the text
-        found = find_matches(index.text, index.nodes, index.edges, done + 1, 16, 3)
+        found = find_matches(index.text, index.edges, done + 1, 16, 3)
         assert [Match(*match) for match in found.tolist()] == appended.match(3)
         for match in appended.match(3):
             assert (
@@ -121,7 +121,6 @@ def test_memory_is_linear_in_the_text() -> None:
     text = [rng.randrange(40) for _ in range(5000)]
     index = index_of(text, 16)
     assert index.num_edges <= 2 * len(text)
-    assert len(index.nodes) <= 4 * len(text)
     assert len(index.edges) <= 8 * len(text)
 
 

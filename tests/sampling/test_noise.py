@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from vllm.platforms import current_platform
 
 from vllm_tokenswift.sampling.noise import ExponentialSampler, NoiseSampler, noise_sampler
 
 VOCAB = 1000
+
+current_platform.import_kernels()  # vLLM's sampling on the CPU is one of them
 
 
 def sampler() -> NoiseSampler:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -48,23 +47,23 @@ class HeadCandidates:
         self,
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64], npt.NDArray[np.int32]]:
         """Tokens, probabilities and the rows below, each ``[rows, width]``; NO_TOKEN as filling."""
-        num_rows, width = len(self.tokens), max(map(len, self.tokens))
+        widths = [*map(len, self.tokens)]
         below = self.below
         if below is None:
-            following = [*range(1, num_rows), NO_ROW]
-            below = [
-                [row] * len(tokens) for row, tokens in zip(following, self.tokens, strict=True)
-            ]
+            following = [*range(1, len(widths)), NO_ROW]
+            below = [[row] * width for row, width in zip(following, widths, strict=True)]
         return (
-            _filled(self.tokens, width, NO_TOKEN, np.int32),
-            _filled(self.probabilities, width, 0.0, np.float64),
-            _filled(below, width, NO_ROW, np.int32),
+            _filled(self.tokens, widths, NO_TOKEN, np.int32),
+            _filled(self.probabilities, widths, 0.0, np.float64),
+            _filled(below, widths, NO_ROW, np.int32),
         )
 
 
-def _filled(rows: Sequence[Sequence[float]], width: int, filling: float, dtype: Any) -> Any:
-    """Rows as an array ``[rows, width]``."""
-    flat = [*chain.from_iterable(rows)]
-    if len(flat) != len(rows) * width:
-        flat = [x for row in rows for x in (*row, *[filling] * (width - len(row)))]
-    return np.array(flat, dtype).reshape(len(rows), width)
+def _filled(
+    rows: Sequence[Sequence[float]], widths: Sequence[int], filling: float, dtype: Any
+) -> Any:
+    """Rows of these widths as an array ``[rows, width]``."""
+    width = max(widths)
+    if min(widths) != width:
+        rows = [[*row, *[filling] * (width - len(row))] for row in rows]
+    return np.array(rows, dtype)

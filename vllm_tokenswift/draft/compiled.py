@@ -51,10 +51,10 @@ def entry(function: Callable[_P, _R]) -> Callable[_P, _R]:
     Where nothing can be kept on disk, every process compiles for itself.
     """
     chosen = config.CACHE_DIR
-    config.CACHE_DIR = _folder()
     try:
+        config.CACHE_DIR = _folder()
         compiled: Callable[_P, _R] = njit(cache=True, error_model="numpy")(function)
-    except RuntimeError:  # numba found no folder that it can write to
+    except RuntimeError:  # there is no home, or numba found no folder that it can write to
         compiled = njit(error_model="numpy")(function)
     finally:
         config.CACHE_DIR = chosen

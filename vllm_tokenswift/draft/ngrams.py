@@ -90,8 +90,8 @@ def _rank(ngrams: Ints, first: Ints, number: int, k: int) -> None:
         ngrams[current - 1, NEXT] = 0
 
 
-@entry
-def _extend(
+@inner
+def count_ngrams(
     slots: Ints, ngrams: Ints, firsts: Ints, window: Ints, counts: Ints, k: int, tokens: Ints
 ) -> int:
     """Appends tokens as long as there is room for what they add; returns how many."""
@@ -130,6 +130,13 @@ def _extend(
 
 
 @entry
+def _extend(
+    slots: Ints, ngrams: Ints, firsts: Ints, window: Ints, counts: Ints, k: int, tokens: Ints
+) -> int:
+    return count_ngrams(slots, ngrams, firsts, window, counts, k, tokens)
+
+
+@entry
 def _enter_ngrams(ngrams: Ints, number: int, larger: Ints) -> None:
     """Enters the first ``number`` n-grams into a larger, empty table of slots."""
     for row in range(number):
@@ -141,7 +148,9 @@ def _enter_firsts(firsts: Ints, larger: Ints) -> None:
     """Enters all first tokens into a larger, empty table."""
     for row in range(len(firsts)):
         if firsts[row, _TOKEN] != 0:
-            larger[first_row(larger, firsts[row, _TOKEN] - 1)] = firsts[row]
+            place = first_row(larger, firsts[row, _TOKEN] - 1)
+            for column in range(firsts.shape[1]):
+                larger[place, column] = firsts[row, column]
 
 
 @entry
@@ -169,7 +178,8 @@ class NgramTable:
     counts and comes back when seen often enough. Extending costs O(k) a token and a look-up
     O(k), whatever the length of the text.
 
-    ``ngrams``: int32 ``[., n + 2]``, ``firsts``: int32 ``[., 3]``; see above.
+    ``ngrams``: int32 ``[., n + 2]``, ``firsts``: int32 ``[., 3]``; see above. ``slots``: int32,
+    the numbers of the n-grams, a hash table. ``window``: int32 ``[n]``, the newest tokens.
     """
 
     def __init__(self, n: int = 4, k: int = 20) -> None:
@@ -179,34 +189,39 @@ class NgramTable:
             raise ValueError(f"k must be 0 (off) or more, got {k}")
         self.n = n
         self.k = k
-        self._slots = np.zeros(128, np.int32)
+        self.slots = np.zeros(128, np.int32)
         self.ngrams = np.empty((64, n + 2), np.int32)
         self.firsts = np.zeros((128, 3), np.int32)
-        self._window = np.zeros(n, np.int32)
-        self._counts = np.zeros(3, np.int32)
+        self.window = np.zeros(n, np.int32)
+        self.counts = np.zeros(3, np.int32)
 
     def extend(self, tokens: Ints) -> None:
         """Append committed tokens, int32."""
         if self.k == 0:
             return
-        done = self._extend(tokens)
-        while done < len(tokens):
+        done = 0
+        while True:
+            done += _extend(
+                self.slots,
+                self.ngrams,
+                self.firsts,
+                self.window,
+                self.counts,
+                self.k,
+                tokens[done:],
+            )
+            if done == len(tokens):
+                return
             self._grow()
-            done += self._extend(tokens[done:])
-
-    def _extend(self, tokens: Ints) -> int:
-        return _extend(
-            self._slots, self.ngrams, self.firsts, self._window, self._counts, self.k, tokens
-        )
 
     def _grow(self) -> None:
         """Doubles what is full."""
-        num_ngrams, num_firsts, _ = self._counts.tolist()
+        num_ngrams, num_firsts, _ = self.counts.tolist()
         if num_ngrams + 1 > len(self.ngrams):
             self.ngrams = np.concatenate((self.ngrams, np.empty_like(self.ngrams)))
-        if 2 * (num_ngrams + 1) > len(self._slots):
-            self._slots = np.zeros(2 * len(self._slots), np.int32)
-            _enter_ngrams(self.ngrams, num_ngrams, self._slots)
+        if 2 * (num_ngrams + 1) > len(self.slots):
+            self.slots = np.zeros(2 * len(self.slots), np.int32)
+            _enter_ngrams(self.ngrams, num_ngrams, self.slots)
         if 2 * (num_firsts + 1) > len(self.firsts):
             larger = np.zeros((2 * len(self.firsts), 3), np.int32)
             _enter_firsts(self.firsts, larger)

@@ -191,7 +191,6 @@ def _offer_after(
 @entry
 def offer_text(
     text: Ints,
-    nodes: Ints,
     edges: Ints,
     num_tokens: int,
     max_match: int,
@@ -209,7 +208,7 @@ def offer_text(
 
     num_tokens: of the indexed text. max_match, k: 0 for no continuations, no n-grams.
     """
-    matches = find_matches(text, nodes, edges, num_tokens, max_match, MAX_MATCHES)
+    matches = find_matches(text, edges, num_tokens, max_match, MAX_MATCHES)
     rows = ranked(ngrams, firsts, k, token)
     total = firsts[first_row(firsts, token), TOTAL]
     return _offer_after(
@@ -288,7 +287,6 @@ def _add_heads(
 @entry
 def offer_heads(
     text: Ints,
-    nodes: Ints,
     edges: Ints,
     num_tokens: int,
     max_match: int,
@@ -360,7 +358,7 @@ def offer_heads(
         # The text as if the token were its last.
         end = num_tokens + 1
         text[end] = token
-        matches = find_matches(text, nodes, edges, end, max_match, 1)
+        matches = find_matches(text, edges, end, max_match, 1)
         rows = ranked(ngrams, firsts, k, token)
         total = firsts[first_row(firsts, token), TOTAL]
         first_after = num_roots
@@ -450,7 +448,7 @@ def offer_paper(
     return 2
 
 
-@entry
+@inner
 def learn(cells: Floats, steps: Ints, roots: Ints, num_roots: int, tokens: Ints) -> None:
     """Follows the tokens that came through every offer; each step on the way had its chance."""
     for offer in range(num_roots):

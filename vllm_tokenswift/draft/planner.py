@@ -37,6 +37,7 @@ _MIN_IMPROVEMENT = 1.05
 _SELF_DRAFT_NODES = 4
 # Share of the time that may go into self-draft passes which only ask whether they pay again.
 _PROBE_SHARE = 0.01
+_NOBODY = np.zeros(0, np.int64)
 # Curves kept by (tokens, nodes) of a step; a batch of changing size needs a few hundred.
 _MAX_CURVES = 1024
 
@@ -148,23 +149,22 @@ class Planner:
         context_tokens = sum(request.context_len for request in requests)
         fixed_ms = float(self.cost.context_ms(context_tokens) + self._spent_ms(requests))
 
-        probabilities, owners = _likeliest_first(states, offered)
-        best, best_rate = pay_off(probabilities, len(requests), curve_ms, cheapest_ms, fixed_ms)
-        counts = np.bincount(owners[:best], minlength=len(requests)).tolist()
+        best_rate, per_request, expected = pay_off(
+            *_likeliest_first(states, offered), len(requests), curve_ms, cheapest_ms, fixed_ms
+        )
+        counts, tokens = per_request.tolist(), expected.tolist()
+        best = sum(counts)
         plain_ms = float(curve_ms[0])
         node_ms = (float(curve_ms[best]) - plain_ms) / best if best else 0.0
         step_ms = float(curve_ms[best]) + fixed_ms
-        tokens: list[float] = []
-        for request, state, count in zip(requests, states, counts, strict=True):
-            expected = 1.0 + float(state.probabilities[:count].sum())
+        for index, (request, state) in enumerate(zip(requests, states, strict=True)):
             chain_ms = float(self.cost.chain_cost_ms(request.context_len))
-            if chain_ms > 0 and count:
+            if chain_ms > 0 and counts[index]:
                 lost, saved_ms = drop_dear_branches(
-                    state.taken, state.probabilities, count, best_rate, node_ms, chain_ms
+                    state.taken, state.probabilities, counts[index], best_rate, node_ms, chain_ms
                 )
-                expected -= lost
+                tokens[index] -= lost
                 step_ms += saved_ms
-            tokens.append(expected)
         plain_rate = len(requests) / (plain_ms + fixed_ms)
         if sum(tokens) / step_ms < plain_rate * _MIN_IMPROVEMENT:
             return [0] * len(requests), [1.0] * len(requests), plain_ms + fixed_ms
@@ -331,11 +331,12 @@ class Planner:
 
 def _likeliest_first(
     states: Sequence[DraftState], counts: Sequence[int]
-) -> tuple[Floats, npt.NDArray[np.intp]]:
-    """Path probabilities of the nodes that the states have taken, falling; and whose they are."""
-    if len(states) == 1:
-        return states[0].probabilities[: counts[0]], np.zeros(counts[0], np.intp)
+) -> tuple[Floats, npt.NDArray[np.int64]]:
+    """Path probabilities of the nodes that the states have taken, falling; and whose they are
+    (left out for one state)."""
     each = [state.probabilities[:count] for state, count in zip(states, counts, strict=True)]
+    if len(each) == 1:
+        return each[0], _NOBODY
     together = np.concatenate(each)
     order = np.argsort(-together, kind="stable")
     return together[order], np.repeat(np.arange(len(states)), counts)[order]

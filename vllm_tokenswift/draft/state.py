@@ -8,6 +8,7 @@ import numpy as np
 
 from vllm_tokenswift.draft import offers
 from vllm_tokenswift.draft.candidates import HeadCandidates
+from vllm_tokenswift.draft.commit import commit
 from vllm_tokenswift.draft.foresight import NO_KEYS, Foresight
 from vllm_tokenswift.draft.gain import new_cells
 from vllm_tokenswift.draft.ngrams import NgramTable
@@ -70,16 +71,34 @@ class DraftState:
         """
         if not tokens:
             return
-        new = np.array(tokens, np.int32)
         if self._text_offers is not None:
-            offers.learn(self.cells, self._steps, self._roots, self._num_roots, new)
             self.self_draft.observe(len(tokens))
             self.free_heads.observe(len(tokens))
+        suffix, table = self.suffix, self.table
+        new = np.array(tokens, np.int32)
+        indexed, counted = commit(
+            self.cells,
+            self._steps,
+            self._roots,
+            self._num_roots,
+            suffix.text,
+            suffix.edges,
+            suffix.counts,
+            self._max_match,
+            table.slots,
+            table.ngrams,
+            table.firsts,
+            table.window,
+            table.counts,
+            table.k,
+            new,
+        )
+        if indexed < len(new):
+            suffix.extend(new[indexed:])
+        if counted < len(new):
+            table.extend(new[counted:])
         self._num_roots = 0
         self._text_offers = None
-        self.table.extend(new)
-        if self._max_match:
-            self.suffix.extend(new)
         self.num_tokens += len(tokens)
         self._last_token = tokens[-1]
 
@@ -147,9 +166,8 @@ class DraftState:
             self._make_room(offers.most_steps(max_depth, table.n, table.k, 0))
             self._text_offers = offers.offer_text(
                 suffix.text,
-                suffix.nodes,
                 suffix.edges,
-                len(suffix),
+                self._num_indexed,
                 self._max_match,
                 table.ngrams,
                 table.firsts,
@@ -168,9 +186,8 @@ class DraftState:
             self._make_room(offers.most_steps(max_depth, table.n, table.k, tokens.size))
             self._num_roots = offers.offer_heads(
                 suffix.text,
-                suffix.nodes,
                 suffix.edges,
-                len(suffix),
+                self._num_indexed,
                 self._max_match,
                 table.ngrams,
                 table.firsts,
@@ -191,6 +208,11 @@ class DraftState:
                 keys,
             )
         return True
+
+    @property
+    def _num_indexed(self) -> int:
+        """Tokens of the text in the suffix index."""
+        return self.num_tokens if self._max_match else 0
 
     def _make_room(self, num_steps: int) -> None:
         """For that many steps in all; those there are stay."""

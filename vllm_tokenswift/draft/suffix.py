@@ -24,12 +24,12 @@ Ints = npt.NDArray[np.int32]
 
 MEASURED_BEYOND = 128
 _TEXT_START = -1  # stands before position 0 and equals no token
-# Columns of the nodes: how many tokens the node's suffix has (an inner node's; a leaf stands
-# for all longer ones as well), and the place at which it last ended.
-_DEPTH, _LATEST = 0, 1
-# Columns of the edges, a hash table: from a node by a token to the node below (0: no edge).
-_FROM, _BY, _TO = 0, 1, 2
-# What is counted.
+# Columns of the edges, a hash table: from a node by a token to the node below (0: no edge), how
+# many tokens that node's suffix has (an inner node's; a leaf stands for all longer ones as
+# well), and the place at which it last ended.
+_FROM, _BY, _TO, _DEPTH, _LATEST = 0, 1, 2, 3, 4
+_EDGE_COLUMNS = 5
+# What is counted. The root is a node.
 _LENGTH, _NODES, _EDGES = 0, 1, 2
 
 
@@ -56,70 +56,67 @@ def _edge(edges: Ints, node: int, token: int) -> int:
 
 
 @inner
-def _add_edge(edges: Ints, counts: Ints, node: int, token: int, below: int) -> None:
-    row = _edge(edges, node, token)
-    edges[row, _FROM], edges[row, _BY], edges[row, _TO] = node, token, below
+def _add_node(edges: Ints, counts: Ints, above: int, token: int, depth: int, latest: int) -> None:
+    """A new node below another."""
+    row = _edge(edges, above, token)
+    edges[row, _FROM], edges[row, _BY], edges[row, _TO] = above, token, counts[_NODES]
+    edges[row, _DEPTH], edges[row, _LATEST] = depth, latest
+    counts[_NODES] += 1
     counts[_EDGES] += 1
 
 
 @inner
-def _add_node(nodes: Ints, counts: Ints, depth: int, latest: int) -> int:
-    node = counts[_NODES]
-    nodes[node, _DEPTH], nodes[node, _LATEST] = depth, latest
-    counts[_NODES] += 1
-    return node
-
-
-@inner
-def _index(text: Ints, nodes: Ints, edges: Ints, counts: Ints, end: int, max_match: int) -> None:
+def _index(text: Ints, edges: Ints, counts: Ints, end: int, max_match: int) -> None:
     """Enters the contexts that end at a place."""
     node = depth = 0
     while True:
         row = _edge(edges, node, text[end - depth])
         child = edges[row, _TO]
         if child == 0:
-            leaf = _add_node(nodes, counts, max_match, end)
-            _add_edge(edges, counts, node, text[end - depth], leaf)
+            _add_node(edges, counts, node, text[end - depth], max_match, end)
             return
-        below = nodes[child, _DEPTH]
+        below, other = edges[row, _DEPTH], edges[row, _LATEST]
         depth += 1
+        edges[row, _LATEST] = end
         if below > depth:
-            other = nodes[child, _LATEST]
             shared = _shared(text, end, other, depth, below)
             if shared < below:
                 # The edge parts here: an inner node takes its shared upper half.
-                inner_node = _add_node(nodes, counts, shared, end)
-                edges[row, _TO] = inner_node
-                _add_edge(edges, counts, inner_node, text[other - shared], child)
-                leaf = _add_node(nodes, counts, max_match, end)
-                _add_edge(edges, counts, inner_node, text[end - shared], leaf)
+                inner_node = counts[_NODES]
+                counts[_NODES] += 1
+                edges[row, _TO], edges[row, _DEPTH] = inner_node, shared
+                lower = _edge(edges, inner_node, text[other - shared])
+                edges[lower, _FROM], edges[lower, _BY] = inner_node, text[other - shared]
+                edges[lower, _TO] = child
+                edges[lower, _DEPTH], edges[lower, _LATEST] = below, other
+                counts[_EDGES] += 1
+                _add_node(edges, counts, inner_node, text[end - shared], max_match, end)
                 return
             depth = below
-        nodes[child, _LATEST] = end
         if depth == max_match:
             return
         node = child
 
 
-@entry
-def _extend(
-    text: Ints, nodes: Ints, edges: Ints, counts: Ints, max_match: int, tokens: Ints
-) -> int:
+@inner
+def append_to_text(text: Ints, edges: Ints, counts: Ints, max_match: int, tokens: Ints) -> int:
     """Appends tokens as long as there is room for what they add; returns how many."""
     for index in range(len(tokens)):
         length = counts[_LENGTH]
-        if (
-            length + 2 >= len(text)  # a hypothetical token goes behind the last
-            or counts[_NODES] + 2 > len(nodes)
-            or 2 * (counts[_EDGES] + 2) > len(edges)
-        ):
+        # A hypothetical token goes behind the last.
+        if length + 2 >= len(text) or 2 * (counts[_EDGES] + 2) > len(edges):
             return index
         # The newest token's context stays out, so that looking it up cannot find itself.
         if length > 0:
-            _index(text, nodes, edges, counts, length, max_match)
+            _index(text, edges, counts, length, max_match)
         text[length + 1] = tokens[index]
         counts[_LENGTH] = length + 1
     return len(tokens)
+
+
+@entry
+def _extend(text: Ints, edges: Ints, counts: Ints, max_match: int, tokens: Ints) -> int:
+    return append_to_text(text, edges, counts, max_match, tokens)
 
 
 @entry
@@ -127,18 +124,13 @@ def _enter_edges(edges: Ints, larger: Ints) -> None:
     """Enters all edges into a larger, empty table."""
     for row in range(len(edges)):
         if edges[row, _TO] != 0:
-            larger[_edge(larger, edges[row, _FROM], edges[row, _BY])] = edges[row]
+            place = _edge(larger, edges[row, _FROM], edges[row, _BY])
+            for column in range(_EDGE_COLUMNS):
+                larger[place, column] = edges[row, column]
 
 
 @entry
-def find_matches(
-    text: Ints,
-    nodes: Ints,
-    edges: Ints,
-    end: int,
-    max_match: int,
-    max_matches: int,
-) -> Ints:
+def find_matches(text: Ints, edges: Ints, end: int, max_match: int, max_matches: int) -> Ints:
     """Earlier occurrences of the text that ends at a place, the longest first.
 
     int32 ``[matches, 2]``: how many tokens are equal, and the place at which they end. Each
@@ -147,10 +139,11 @@ def find_matches(
     path = np.empty((max_match, 2), np.int32)  # as returned, but the shortest first
     steps = node = depth = 0
     while depth < max_match:
-        child = edges[_edge(edges, node, text[end - depth]), _TO]
+        row = _edge(edges, node, text[end - depth])
+        child = edges[row, _TO]
         if child == 0:
             break
-        other, below = nodes[child, _LATEST], nodes[child, _DEPTH]
+        other, below = edges[row, _LATEST], edges[row, _DEPTH]
         shared = _shared(text, end, other, depth + 1, below)
         path[steps, 0], path[steps, 1] = shared, other
         steps += 1
@@ -206,7 +199,8 @@ class SuffixIndex:
         occurrence of the last ``max_match`` tokens is taken and its true length measured
         (up to ``max_match`` + 128), because length is what tells how far to trust it.
 
-    ``text``: int32, a sentinel, the tokens, room for more. ``nodes``, ``edges``: see above.
+    ``text``: int32, a sentinel, the tokens, room for more. ``edges``: int32 ``[., 5]``, see
+    above.
     """
 
     def __init__(self, max_match: int = 16) -> None:
@@ -214,36 +208,33 @@ class SuffixIndex:
             raise ValueError(f"max_match must be at least 1 token, got {max_match}")
         self.max_match = max_match
         self.text = np.full(64, _TEXT_START, np.int32)
-        self.nodes = np.zeros((64, 2), np.int32)
-        self.edges = np.zeros((128, 3), np.int32)
-        self._counts = np.array([0, 1, 0], np.int32)  # the root is a node
+        self.edges = np.zeros((128, _EDGE_COLUMNS), np.int32)
+        self.counts = np.array([0, 1, 0], np.int32)
 
     def __len__(self) -> int:
         """Number of tokens in the text."""
-        return int(self._counts[_LENGTH])
+        return int(self.counts[_LENGTH])
 
     @property
     def num_edges(self) -> int:
-        return int(self._counts[_EDGES])
+        return int(self.counts[_EDGES])
 
     def extend(self, tokens: Ints) -> None:
         """Append committed tokens, int32."""
-        done = _extend(self.text, self.nodes, self.edges, self._counts, self.max_match, tokens)
-        while done < len(tokens):
+        done = 0
+        while True:
+            done += _extend(self.text, self.edges, self.counts, self.max_match, tokens[done:])
+            if done == len(tokens):
+                return
             self._grow()
-            done += _extend(
-                self.text, self.nodes, self.edges, self._counts, self.max_match, tokens[done:]
-            )
 
     def _grow(self) -> None:
         """Doubles what is full, or nearly."""
-        length, num_nodes, num_edges = self._counts.tolist()
+        length, _, num_edges = self.counts.tolist()
         if length + 2 >= len(self.text):
             self.text = np.concatenate((self.text, np.empty_like(self.text)))
-        if num_nodes + 2 > len(self.nodes):
-            self.nodes = np.concatenate((self.nodes, np.empty_like(self.nodes)))
         if 2 * (num_edges + 2) > len(self.edges):
-            larger = np.zeros((2 * len(self.edges), 3), np.int32)
+            larger = np.zeros((2 * len(self.edges), _EDGE_COLUMNS), np.int32)
             _enter_edges(self.edges, larger)
             self.edges = larger
 
@@ -253,9 +244,7 @@ class SuffixIndex:
         The first is the longest (of equally long ones the most recent). Further ones are
         shorter or older and continue with a *different* token than every one before.
         """
-        found = find_matches(
-            self.text, self.nodes, self.edges, len(self), self.max_match, max_matches
-        )
+        found = find_matches(self.text, self.edges, len(self), self.max_match, max_matches)
         return [Match(length, place) for length, place in found.tolist()]
 
     def continuation(self, match: Match, length: int) -> list[int]:

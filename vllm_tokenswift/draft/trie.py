@@ -38,8 +38,21 @@ def _with_room(numbers: Ints, used: int, more: int) -> Ints:
     if used + more <= len(numbers):
         return numbers
     larger = np.empty((2 * (used + more), numbers.shape[1]), np.int32)
-    larger[:used] = numbers[:used]
+    for row in range(used):
+        for column in range(numbers.shape[1]):
+            larger[row, column] = numbers[row, column]
     return larger
+
+
+@inner
+def _as_long(chances: Floats, used: int, length: int) -> Floats:
+    """The chances, or a copy of that length where they are shorter."""
+    if length == len(chances):
+        return chances
+    longer = np.empty(length)
+    for index in range(used):
+        longer[index] = chances[index]
+    return longer
 
 
 @inner
@@ -56,14 +69,17 @@ def _sort(found: Ints, chances: Floats, number: int) -> None:
         chance = chances[place]
         if chances[place - 1] >= chance:
             continue
-        row = found[place].copy()
         before = place
         while before > 0 and chances[before - 1] < chance:
-            chances[before] = chances[before - 1]
-            found[before] = found[before - 1]
             before -= 1
+        for column in range(found.shape[1]):
+            moved = found[place, column]
+            for index in range(place, before, -1):
+                found[index, column] = found[index - 1, column]
+            found[before, column] = moved
+        for index in range(place, before, -1):
+            chances[index] = chances[index - 1]
         chances[before] = chance
-        found[before] = row
 
 
 @inner
@@ -87,29 +103,29 @@ def _push(heap: Ints, size: int, chances: Floats, entry: int) -> None:
     chance = chances[entry]
     while place > 0:
         above = (place - 1) >> 1
-        if chances[heap[above]] >= chance:
+        if chances[heap[above, 0]] >= chance:
             break
-        heap[place] = heap[above]
+        heap[place, 0] = heap[above, 0]
         place = above
-    heap[place] = entry
+    heap[place, 0] = entry
 
 
 @inner
 def _pop(heap: Ints, size: int, chances: Floats) -> int:
-    top, last = heap[0], heap[size - 1]
+    top, last = heap[0, 0], heap[size - 1, 0]
     size -= 1
     place = 0
     while True:
         below = 2 * place + 1
         if below >= size:
             break
-        if below + 1 < size and _is_before(chances, heap[below + 1], heap[below]):
+        if below + 1 < size and _is_before(chances, heap[below + 1, 0], heap[below, 0]):
             below += 1
-        if not _is_before(chances, heap[below], last):
+        if not _is_before(chances, heap[below, 0], last):
             break
-        heap[place] = heap[below]
+        heap[place, 0] = heap[below, 0]
         place = below
-    heap[place] = last
+    heap[place, 0] = last
     return top
 
 
@@ -147,7 +163,7 @@ def take_best_first(
     # of steps that may follow: first step, number, and the next cursor (-1: none).
     entries = np.empty((_INITIAL, 4), np.int32)
     chances = np.empty(_INITIAL)
-    heap = np.empty(_INITIAL, np.int32)
+    heap = np.empty((_INITIAL, 1), np.int32)
     cursors = np.empty((_INITIAL, 3), np.int32)
     found = np.empty((_INITIAL, 4), np.int32)  # token, source, first and last cursor
     found_chances = np.empty(_INITIAL)
@@ -170,11 +186,8 @@ def take_best_first(
         while cursor >= 0:
             first, size = cursors[cursor, 0], cursors[cursor, 1]
             cursor = cursors[cursor, 2]
-            if number + size > len(found_chances):
-                found = _with_room(found, number, size)
-                larger = np.empty(len(found))
-                larger[:number] = found_chances[:number]
-                found_chances = larger
+            found = _with_room(found, number, size)
+            found_chances = _as_long(found_chances, number, len(found))
             cursors = _with_room(cursors, num_cursors, size)
             for step in range(first, first + size):
                 token, source, rate = steps[step, TOKEN], steps[step, SOURCE], rates[step]
@@ -207,14 +220,9 @@ def take_best_first(
                 number = 1
             else:
                 _share_out(found_chances, number)
-        if num_entries + number > len(chances):
-            entries = _with_room(entries, num_entries, number)
-            larger = np.empty(len(entries))
-            larger[:num_entries] = chances[:num_entries]
-            chances = larger
-            larger_heap = np.empty(len(entries), np.int32)
-            larger_heap[:heap_size] = heap[:heap_size]
-            heap = larger_heap
+        entries = _with_room(entries, num_entries, number)
+        chances = _as_long(chances, num_entries, len(entries))
+        heap = _with_room(heap, heap_size, num_entries + number - heap_size)
         for place in range(number):
             chance = path * found_chances[place]
             if chance > min_probability:
@@ -241,15 +249,20 @@ def take_best_first(
 @entry
 def pay_off(
     probabilities: Floats,
+    owners: npt.NDArray[np.int64],
     num_requests: int,
     curve_ms: Floats,
     cheapest_ms: Floats,
     fixed_ms: float,
-) -> tuple[int, float]:
-    """How many of the likeliest nodes to take, and the tokens per ms that the step then makes.
+) -> tuple[float, npt.NDArray[np.int64], Floats]:
+    """How many of the likeliest nodes to take.
 
-    probabilities: falling, of all requests together. curve_ms: of the verify pass, by number of
-    nodes; cheapest_ms: the least that any further node adds to it; fixed_ms: of the step besides.
+    probabilities: falling, of all requests together; owners: whose node each is (one request may
+    leave them out). curve_ms: of the verify pass, by number of nodes; cheapest_ms: the least that
+    any further node adds to it; fixed_ms: of the step besides.
+
+    Returns the tokens per ms that the step then makes; and by request the nodes, and the tokens
+    that it is expected to emit.
     """
     expected = float(num_requests)
     best_rate = expected / (curve_ms[0] + fixed_ms)
@@ -262,7 +275,13 @@ def pay_off(
             best_rate, best = rate, index + 1
         elif probability <= best_rate * cheapest_ms[index + 1]:
             break  # no number of nodes this likely can catch up
-    return best, best_rate
+    counts = np.zeros(num_requests, np.int64)
+    tokens = np.ones(num_requests)
+    for index in range(best):
+        owner = owners[index] if num_requests > 1 else 0
+        counts[owner] += 1
+        tokens[owner] += probabilities[index]
+    return best_rate, counts, tokens
 
 
 @entry

@@ -1,0 +1,83 @@
+"""Where compiled code is kept, and that nothing is compiled twice or in a request."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CALL = """
+import numpy as np
+from numba.core import caching
+{before}
+from vllm_tokenswift.draft.noise import SPLITMIX, exponential
+assert exponential(SPLITMIX, np.uint64(1), 2) > 0
+stats = exponential.stats
+print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
+"""
+
+
+def hits_and_misses(before: str = "", **environment: str) -> list[int]:
+    """What a process that calls one function found, and did not find, on disk."""
+    process = subprocess.run(
+        [sys.executable, "-c", CALL.format(before=before)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [int(number) for number in process.stdout.split()]
+
+
+@pytest.mark.parametrize("variable", ["TOKENSWIFT_HOME", "NUMBA_CACHE_DIR"])
+def test_what_one_process_compiled_the_next_one_loads(variable: str, tmp_path: Path) -> None:
+    assert hits_and_misses(**{variable: str(tmp_path)}) == [0, 1]
+    assert list(tmp_path.rglob("*.nbc"))
+    assert hits_and_misses(**{variable: str(tmp_path)}) == [1, 0]
+
+
+def test_where_nothing_can_be_written_it_is_compiled_all_the_same() -> None:
+    """The locators of places that a test runner as root can write to are taken away."""
+    only_ours = """
+locators = caching.CompileResultCacheImpl._locator_classes
+caching.CompileResultCacheImpl._locator_classes = [x for x in locators if "User" in x.__name__][:1]
+"""
+    for _ in range(2):
+        assert hits_and_misses(only_ours, TOKENSWIFT_HOME="/dev/null") == [0, 1]
+
+
+WARM = """
+from vllm_tokenswift.draft import commit, foresight, ngrams, noise, offers, suffix, trie
+from vllm_tokenswift.draft.warm_up import warm_up
+from vllm_tokenswift.draft.replay import noisy_heads, replay
+from vllm_tokenswift.draft.planner import Planner
+from vllm_tokenswift.draft.cost import CostModel
+from vllm_tokenswift.draft.state import DraftState
+
+def specialisations():
+    return {
+        f"{module.__name__}.{name}": len(function.signatures)
+        for module in (commit, foresight, ngrams, noise, offers, suffix, trie)
+        for name, function in vars(module).items()
+        if hasattr(function, "signatures")
+    }
+
+warm_up("MODE")
+warm = specialisations()
+text = [i % 37 for i in range(3000)] + list(range(500, 2000))
+cost = CostModel(((1, 10), (17, 11.0)), chain_ms=0.01, heads_ms=0, draft_points=((0, 1),))
+state = DraftState(sampled=True)
+for free in (False, True):
+    heads = noisy_heads(text, [[0.5, 0.2], [0.3]], free)
+    replay(text, Planner(cost, 64, "MODE"), 16, self_heads=heads, state=state)
+    replay(text, Planner(cost, 64, "MODE"), 16, free_heads=heads, state=state)
+assert specialisations() == warm, {
+    name for name, number in specialisations().items() if number != warm[name]
+}
+"""
+
+
+@pytest.mark.parametrize("mode", ["auto", "fixed", "paper"])
+def test_after_warming_up_nothing_is_compiled(mode: str) -> None:
+    subprocess.run([sys.executable, "-c", WARM.replace("MODE", mode)], check=True)
