@@ -48,7 +48,7 @@ def assert_is_tokenswift(config: Any) -> None:
     assert config.parallel_config.worker_cls in ways_in.WORKERS.values()
     assert config.scheduler_config.async_scheduling is False
     assert not config.use_v2_model_runner
-    assert config.num_lookahead_tokens == options.lookahead_tokens == 1
+    assert config.num_lookahead_tokens == options.lookahead_tokens == 4
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from vllm_tokenswift.draft.candidates import (
 from vllm_tokenswift.draft.foresight import Foresight
 from vllm_tokenswift.draft.gain import GainModel
 from vllm_tokenswift.draft.ngrams import NgramTable
+from vllm_tokenswift.draft.own_tokens import OwnTokens
 from vllm_tokenswift.draft.source_gain import (
     FREE_HEADS_PRIOR,
     FREE_HEADS_PRIOR_WEIGHT,
@@ -54,6 +55,7 @@ class DraftState:
         self.suffix = SuffixIndex(max_match) if max_match else None
         self.gains = GainModel(sampled=sampled)
         self.self_draft = SourceGain(SELF_DRAFT_PRIOR)
+        self.own_tokens = OwnTokens()
         self.free_heads = SourceGain(FREE_HEADS_PRIOR, FREE_HEADS_PRIOR_WEIGHT)
         self.head_passes = 1.0
         self.last_heads: HeadCandidates | None = None
@@ -72,8 +74,9 @@ class DraftState:
             return
         for offer in self._offers:
             self._learn(offer, tokens)
+        further = self.own_tokens.observe(tokens)
         if self._offers or self._plain_offers is not None:
-            self.self_draft.observe(len(tokens))
+            self.self_draft.observe(len(tokens) - further)
             self.free_heads.observe(len(tokens))
         self._offers = []
         self._plain_offers = None
