@@ -16,6 +16,8 @@ from typing import Any
 MAX_DRAFT_NODES = 128
 """A tree kernel keeps a node's ancestors as bit masks of this many nodes."""
 MAX_HEAD_TREE_NODES = 1024
+MAX_PASSES_IN_A_ROW = 4
+"""Self-draft passes of one step; KV slots are reserved for each."""
 
 
 class UnknownOptionError(ValueError):
@@ -106,9 +108,10 @@ class TokenSwiftOptions:
     )
     self_draft: str = _option(
         "auto",
-        "The draft pass over the partial KV cache: when it pays, in every iteration, or never.",
+        "Draft passes over the partial KV cache: when they pay, in every iteration, or never. "
+        f"Where plan is auto, up to {MAX_PASSES_IN_A_ROW} are made in a row.",
         unit="choice",
-        origin="two passes pay only where reading KV outweighs reading weights",
+        origin="further passes pay only where reading KV outweighs reading weights",
         choices=("auto", "always", "off"),
     )
     partial_kv: str = _option(
@@ -138,7 +141,8 @@ class TokenSwiftOptions:
     refresh_tokens: int | None = _option(
         None,
         "New tokens after which the important blocks are selected again; null is the "
-        "paper's rule: once all of them have been replaced by newer ones.",
+        "paper's rule, once all of them have been replaced by newer ones, or earlier where "
+        "plan is auto and their age costs more drafts than selecting costs.",
         unit="tokens",
         origin="the paper",
         low=1,

@@ -15,7 +15,6 @@ from vllm_tokenswift.draft.state import DraftState
 from vllm_tokenswift.engine.recording import Recorder, file_stem
 from vllm_tokenswift.explain.record import Record, read_record
 from vllm_tokenswift.explain.stretches import stretches, total
-from vllm_tokenswift.metrics import Stats
 from vllm_tokenswift.options import TokenSwiftOptions
 from vllm_tokenswift.tree import EMPTY_TREE, DraftTree, Source
 
@@ -61,9 +60,9 @@ def test_nothing_is_recorded_unless_asked_for(tiny_model: Path) -> None:
         assert runner_of(llm).recorder is None
 
 
-def recorder(folder: Path, **options: Any) -> tuple[Recorder, Planner, Stats]:
-    planner, stats = Planner(CostModel(verify_points=((1, 10.0),))), Stats()
-    return Recorder(folder, TokenSwiftOptions(**options), planner, stats), planner, stats
+def recorder(folder: Path, **options: Any) -> tuple[Recorder, Planner]:
+    planner = Planner(CostModel(verify_points=((1, 10.0),)))
+    return Recorder(folder, TokenSwiftOptions(**options), planner), planner
 
 
 def written(folder: Path) -> list[Record]:
@@ -73,13 +72,13 @@ def written(folder: Path) -> list[Record]:
 def test_a_tree_counts_with_what_was_decided_and_spent_for_it(tmp_path: Path) -> None:
     from vllm_tokenswift.draft.candidates import HeadCandidates
 
-    recording, planner, stats = recorder(tmp_path)
+    recording, planner = recorder(tmp_path)
     state = DraftState()
     recording.start("a", [5, 6], sampled=False)
     recording.iteration("a", EMPTY_TREE, [], [7], 1)
-    state.draft(HeadCandidates([[8]], [[0.5]], free=False), 4)
+    said = HeadCandidates([[8], [4]], [[0.5], [0.5]], free=False, own_depths=2)
+    state.draft(said, 4)
     planner.decisions["self_draft_probe"] += 1
-    stats.num_draft_passes += 2
     tree = DraftTree.build([8, 9], [0, 0], [Source.SELF, Source.NGRAM])
     recording.drafted({"a": state}, [tree])
     recording.iteration("a", tree, [1], [8, 4], 3)
@@ -103,7 +102,7 @@ def test_a_tree_counts_with_what_was_decided_and_spent_for_it(tmp_path: Path) ->
 
 
 def test_an_id_that_comes_again_gets_a_file_of_its_own(tmp_path: Path) -> None:
-    recording, _, _ = recorder(tmp_path)
+    recording, _ = recorder(tmp_path)
     for tokens in ([1], [2, 3]):
         recording.start("a", tokens, sampled=True)
         recording.iteration("a", EMPTY_TREE, [], [9], 1)
@@ -113,7 +112,7 @@ def test_an_id_that_comes_again_gets_a_file_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_request_that_wrote_nothing_leaves_no_record(tmp_path: Path) -> None:
-    recording, _, _ = recorder(tmp_path)
+    recording, _ = recorder(tmp_path)
     recording.start("a", [1], sampled=False)
     recording.finish_all()
     assert written(tmp_path) == []
@@ -127,7 +126,7 @@ def test_a_request_s_id_cannot_name_a_file_elsewhere(req_id: str, tmp_path: Path
 
 
 def test_a_disk_that_fails_does_not_end_the_engine(tmp_path: Path) -> None:
-    recording, _, _ = recorder(tmp_path / "gone")
+    recording, _ = recorder(tmp_path / "gone")
     recording.start("a", [1], sampled=False)
     recording.iteration("a", EMPTY_TREE, [], [9], 1)
     recording.finish("a")

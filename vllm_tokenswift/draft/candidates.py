@@ -20,12 +20,15 @@ class HeadCandidates:
 
     tokens, probabilities: ``[rows][width]``, likeliest first, of the constrained
         distributions. Row 0 follows the bonus token (depth 1).
-    free: False: from the draft pass (depth 1 is the model's own next token ``l0``, deeper
-        ones are heads). True: heads on the verify pass's hidden state (depth 1 is head 0).
-    below: ``[rows][width]``, the later row that follows each token, or NO_ROW. None: a row
-        for each depth, whatever the path to it (a Cartesian tree, paper Eq. 1).
+    free: False: from draft passes (depth 1 is the model's own next token ``l0``, those beyond
+        ``own_depths`` are heads). True: heads on the verify pass's hidden state (depth 1 is
+        head 0).
+    below: ``[rows][width]``, the later row that follows each token, or NO_ROW. None: a row for
+        each depth, whatever the path to it (a Cartesian tree, paper Eq. 1).
     num_passes: passes of the heads and the LM head that they took.
     foreseen: the heads' probabilities are chances that know the noise (``foresight.py``).
+    own_depths: depths that draft passes of the target speak for, one pass each; of no meaning
+        where free.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -34,6 +37,7 @@ class HeadCandidates:
     below: Sequence[Sequence[int]] | None = None
     num_passes: int = 1
     foreseen: bool = False
+    own_depths: int = 1
 
     def __post_init__(self) -> None:
         widths = [len(row) for row in self.tokens]

@@ -80,6 +80,12 @@ def weighed_by(kind: int, key: np.uint64, rate: float, token: int) -> float:
     return weighed(rate, exponential(kind, key, token))
 
 
+@entry
+def chance_by(kind: int, key: np.uint64, probability: float, token: int) -> float:
+    """:func:`chance` with the noise of a token. kind, key: see ``draft/noise.py``."""
+    return chance(probability, exponential(kind, key, token))
+
+
 class Foresight:
     """The noise of one request's coming positions.
 
@@ -102,6 +108,10 @@ class Foresight:
     def noise(self, depth: int, token: int) -> float:
         """``E_x`` of a token, ``depth`` positions after the next."""
         return exponential(self.kind, self._key(depth), token)
+
+    def chance(self, probability: float, depth: int, token: int) -> float:
+        """The chance that ``token`` is drawn where its ``probability`` is known."""
+        return chance_by(self.kind, self._key(depth), probability, token)
 
     def weighed(self, rate: float, depth: int, token: int) -> float:
         """The chance that an offered token is accepted, which is ``rate`` over all noise."""

@@ -16,7 +16,7 @@ from math import exp
 import numpy as np
 import numpy.typing as npt
 
-from vllm_tokenswift.draft.compiled import inner
+from vllm_tokenswift.draft.compiled import entry, inner
 from vllm_tokenswift.tree import Source
 
 # Match lengths at which a cell begins. A candidate at depth d below a match of length m is
@@ -150,6 +150,13 @@ def head_cell(source: int, probability: float, depth: int) -> int:
     first = _FIRST_HEAD + (source - _FIRST_HEAD_SOURCE) * _HEAD_CELLS
     row = min(depth, _HEAD_DEPTHS) - 1
     return first + row * _PROBABILITIES + _bucket(_PROBABILITY_EDGES, probability)
+
+
+@entry
+def head_rate(cells: Floats, source: int, probability: float, depth: int) -> float:
+    """Learned chance of a token that :func:`head_cell` puts into a cell."""
+    rate: float = cells[head_cell(source, probability, depth), RATE]
+    return rate
 
 
 @inner

@@ -237,7 +237,7 @@ def _add_heads(
     tokens: Ints,
     probabilities: Floats,
     below: Ints,
-    free: bool,
+    own_depths: int,
     widths: Ints,
     learned: bool,
     noise_kind: int,
@@ -245,8 +245,9 @@ def _add_heads(
 ) -> int:
     """What heads propose (:class:`HeadCandidates`) as one offer; its first group is row 0.
 
-    widths: the most tokens that each depth offers; depths beyond offer nothing. learned: False
-    takes the probabilities at face value. The noise turns what a draft pass says of its token
+    own_depths: that draft passes speak for, 0 for free heads. widths: the most tokens that each
+    depth offers; depths beyond offer nothing. learned: False takes the probabilities at face
+    value. The noise turns what a draft pass says of its token
     into the chance that it is drawn. Returns the number of steps.
     """
     num_rows, width = tokens.shape
@@ -264,10 +265,14 @@ def _add_heads(
             size += 1
         groups[row, 1], groups[row, 2] = end, size
         end += size
-    key = position_key(noise_kind, keys, 0)
     for row in range(num_rows):
         depth = groups[row, 0]
-        source = _FREE_HEADS if free else (_SELF if depth == 1 else _HEADS)
+        if depth == 0:
+            continue
+        source = _FREE_HEADS
+        if own_depths > 0:
+            source = _SELF if depth <= own_depths else _HEADS
+        key = position_key(noise_kind, keys, depth - 1)
         for place in range(groups[row, 2]):
             token, probability = tokens[row, place], probabilities[row, place]
             if noise_kind != NO_NOISE and source == _SELF:
@@ -302,7 +307,7 @@ def offer_heads(
     tokens: Ints,
     probabilities: Floats,
     below: Ints,
-    free: bool,
+    own_depths: int,
     foreseen: bool,
     max_depth: int,
     noise_kind: int,
@@ -311,8 +316,10 @@ def offer_heads(
     """Adds to what the text offers the heads, and what the text says may follow their first
     tokens; returns the number of roots.
 
-    tokens, probabilities, below: the arrays of :class:`HeadCandidates`.
+    tokens, probabilities, below: the arrays of :class:`HeadCandidates`. own_depths: that draft
+    passes speak for, 0 for free heads.
     """
+    free = own_depths == 0
     num_rows, width = tokens.shape
     # No path is deeper than there are rows.
     widths = np.full(min(max_depth, num_rows), width, np.int32)
@@ -325,7 +332,7 @@ def offer_heads(
         tokens,
         probabilities,
         below,
-        free,
+        own_depths,
         widths,
         True,
         noise_kind,
@@ -418,7 +425,7 @@ def offer_paper(
         tokens,
         probabilities,
         below,
-        False,
+        1,
         widths,
         False,
         NO_NOISE,

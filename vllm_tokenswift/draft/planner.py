@@ -18,6 +18,7 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from vllm_tokenswift.draft.best_group import best_group
 from vllm_tokenswift.draft.candidates import HeadCandidates
 from vllm_tokenswift.draft.cost import CostModel
 from vllm_tokenswift.draft.foresight import Foresight
@@ -61,10 +62,11 @@ class DraftRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class _Planned:
+class StepPlan:
     """What was planned for these requests without a source that costs time.
 
-    counts: nodes to draft, of those that the requests' states have taken.
+    counts: nodes to draft, of those that the requests' states have taken. expected: tokens of
+    each request with its tree; step_ms: of the batch.
     """
 
     requests: tuple[DraftRequest, ...]
@@ -72,6 +74,13 @@ class _Planned:
     counts: list[int]
     expected: list[float]
     step_ms: float
+
+    def tokens_without_pass(self) -> list[float]:
+        """Tokens to count on, by what iterations without a self-draft pass came to."""
+        return [
+            request.state.self_draft.tokens(expected, with_pass=False)
+            for request, expected in zip(self.requests, self.expected, strict=True)
+        ]
 
 
 class Planner:
@@ -82,8 +91,10 @@ class Planner:
     every time; "fixed" drafts the likeliest nodes of all sources up to the limit every time.
 
     ``decisions`` counts plans of requests by outcome ("drafted", "plain", "none": nothing
-    allowed) and the decisions on sources that cost time ("self_draft", "self_draft_probe",
-    "no_self_draft", and the same of "free_heads").
+    allowed), the decisions on sources that cost time ("self_draft", "self_draft_probe",
+    "no_self_draft", and the same of "free_heads"; "self_draft_again": one more pass in a row),
+    and selections of blocks by reason ("select_early" by the planner, the others see
+    :class:`~vllm_tokenswift.partial_kv.table.Due`).
     """
 
     def __init__(self, cost: CostModel, budget: int = 4096, mode: PlanMode = "auto") -> None:
@@ -93,12 +104,13 @@ class Planner:
         self.budget = budget
         self.mode = mode
         self._curves: dict[tuple[int, int], tuple[Floats, Floats]] = {}
-        self._planned: _Planned | None = None
+        self._planned: StepPlan | None = None
         self.decisions: dict[str, int] = dict.fromkeys(
             (
                 *("drafted", "plain", "none"),
-                *("self_draft", "self_draft_probe", "no_self_draft"),
+                *("self_draft", "self_draft_probe", "no_self_draft", "self_draft_again"),
                 *("free_heads", "free_heads_probe", "no_free_heads"),
+                *("select_first", "select_used_up", "select_interval", "select_early"),
             ),
             0,
         )
@@ -111,7 +123,7 @@ class Planner:
         what it planned is used.
         """
         if self.mode == "auto":
-            counts = self._plan_once(requests, num_other_tokens).counts
+            counts = self.plan_once(requests, num_other_tokens).counts
             trees = [r.state.tree(count) for r, count in zip(requests, counts, strict=True)]
             self._planned = None
         else:
@@ -184,13 +196,26 @@ class Planner:
 
     def _spent_ms(self, requests: Sequence[DraftRequest]) -> float:
         """What this step's draft pass and heads have cost already."""
-        drafted = [r for r in requests if r.heads is not None and not r.heads.free]
+        passes = [
+            r.heads.own_depths if r.heads is not None and not r.heads.free else 0 for r in requests
+        ]
         head_passes = max((r.heads.num_passes for r in requests if r.heads is not None), default=0)
-        heads_ms = self.cost.heads_ms * head_passes
-        if not drafted:
-            return heads_ms
-        kv_tokens = sum(min(self.budget, request.context_len) for request in drafted)
-        return heads_ms + self.cost.draft_pass_ms(kv_tokens, len(drafted))
+        return self.cost.heads_ms * head_passes + self.passes_ms(requests, passes)
+
+    @property
+    def node_ms(self) -> float:
+        """What a node adds that is verified because of a self-draft pass."""
+        nodes_ms = self.cost.verify_ms(1 + _SELF_DRAFT_NODES) - self.cost.verify_ms(1)
+        return nodes_ms / _SELF_DRAFT_NODES
+
+    def passes_ms(self, requests: Sequence[DraftRequest], passes: Sequence[int]) -> float:
+        """Draft passes of a step; passes: in a row, of each request."""
+        total_ms = 0.0
+        for depth in range(max(passes, default=0)):
+            together = [r for r, count in zip(requests, passes, strict=True) if count > depth]
+            kv_tokens = sum(min(self.budget, request.context_len) for request in together)
+            total_ms += self.cost.draft_pass_ms(kv_tokens, len(together))
+        return total_ms
 
     def wants_self_draft(
         self, requests: Sequence[DraftRequest], num_other_tokens: int = 0, may: bool = True
@@ -250,7 +275,7 @@ class Planner:
         """
         if self.mode != "auto":
             return any(request.limit > 0 for request in requests)
-        asks = [any(self._plan_once(requests, num_other_tokens).counts)]
+        asks = [any(self.plan_once(requests, num_other_tokens).counts)]
         if self_draft:
             asks += self.wants_self_draft(requests, num_other_tokens, may=False)
         if free_heads:
@@ -276,7 +301,7 @@ class Planner:
         """
         if not any(eligible):
             return [False] * len(requests)
-        planned = self._plan_once(requests, num_other_tokens)
+        planned = self.plan_once(requests, num_other_tokens)
         expected, step_ms = planned.expected, planned.step_ms
         without = [g.tokens(e, with_pass=False) for g, e in zip(gains, expected, strict=True)]
         extra = [
@@ -284,29 +309,23 @@ class Planner:
             for g, e, w, may in zip(gains, expected, without, eligible, strict=True)
         ]
         wanted = [False] * len(requests)
-        total, best_rate = sum(without), sum(without) / step_ms
-        chosen: list[int] = []
-        node_ms = self.cost.verify_ms(1 + _SELF_DRAFT_NODES) - self.cost.verify_ms(1)
+        node_ms = _SELF_DRAFT_NODES * self.node_ms
         host_ms = 0.0 if any(planned.counts) else self.cost.drafting_ms
-        extra_ms = 0.0
-        best = 0
-        for index in sorted(range(len(requests)), key=lambda i: (-extra[i], i)):
-            if not eligible[index]:
-                continue
-            chosen.append(index)
-            total += extra[index]
-            extra_ms = host_ms + source_ms(len(chosen)) + node_ms * len(chosen)
-            if total / (step_ms + extra_ms) > best_rate:
-                best_rate, best = total / (step_ms + extra_ms), len(chosen)
-        for index in chosen[:best]:
+
+        def extra_ms(count: int) -> float:
+            return host_ms + source_ms(count) + node_ms * count
+
+        best = best_group(extra, eligible, sum(without), step_ms, extra_ms)
+        for index in best:
             wanted[index] = True
-        relative_cost = extra_ms / step_ms
-        tokens_for_source = relative_cost * sum(without) / len(chosen)
+        num_eligible = sum(eligible)
+        relative_cost = extra_ms(num_eligible) / step_ms
+        tokens_for_source = relative_cost * sum(without) / num_eligible
         for index, gain in enumerate(gains):
             if not eligible[index]:
                 continue
             decision = name if wanted[index] else f"no_{name}"
-            if best == 0 and gain.wants_probe(relative_cost / _PROBE_SHARE):
+            if not best and gain.wants_probe(relative_cost / _PROBE_SHARE):
                 wanted[index] = True
                 decision = f"{name}_probe"
             self.decisions[decision if may else f"no_{name}"] += 1
@@ -314,7 +333,7 @@ class Planner:
             gain.decided(expected[index], wanted[index] and may, baseline + tokens_for_source)
         return wanted
 
-    def _plan_once(self, requests: Sequence[DraftRequest], num_other_tokens: int) -> _Planned:
+    def plan_once(self, requests: Sequence[DraftRequest], num_other_tokens: int) -> StepPlan:
         """:meth:`_plan_auto`, done once for the same request objects of a step."""
         planned = self._planned
         if (
@@ -324,7 +343,7 @@ class Planner:
             or any(a is not b for a, b in zip(planned.requests, requests, strict=True))
         ):
             counts, expected, step_ms = self._plan_auto(requests, num_other_tokens)
-            planned = _Planned(tuple(requests), num_other_tokens, counts, expected, step_ms)
+            planned = StepPlan(tuple(requests), num_other_tokens, counts, expected, step_ms)
             self._planned = planned
         return planned
 

@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm_tokenswift.draft.candidates import HeadCandidates
+from vllm_tokenswift.draft.own_tokens import OwnPath
 from vllm_tokenswift.draft.planner import DraftRequest, Planner
+from vllm_tokenswift.draft.self_draft import PathEnd, SelfDraftPlanner
 from vllm_tokenswift.draft.state import DraftState
 from vllm_tokenswift.tree import DraftTree
 
@@ -23,7 +25,10 @@ OnIteration = Callable[[int, DraftTree, list[int], HeadCandidates | None], None]
 
 @dataclass(frozen=True)
 class Replay:
-    """What replaying one text came to. Times in ms; planning_us is host time per iteration."""
+    """What replaying one text came to.
+
+    self_drafts: passes. Times in ms; planning_us is host time per iteration.
+    """
 
     iterations: int
     tokens: int
@@ -52,16 +57,19 @@ def replay(
     free_heads: Heads | None = None,
     state: DraftState | None = None,
     on_iteration: OnIteration | None = None,
+    most_passes: int = 1,
 ) -> Replay:
     """Decode ``tokens[prompt_len:]`` with the planner.
 
     self_heads, free_heads: for a number of committed tokens, what the heads would offer.
-    on_iteration: called after each.
+    on_iteration: called after each. most_passes: self-draft passes in a row; with more than one
+    the rows of ``self_heads`` are what each of them says, and there are no heads below.
     """
     cost = planner.cost
     state = state or DraftState()
     state.extend(tokens[: prompt_len + 1])
     done = prompt_len + 1
+    passes_in_a_row = SelfDraftPlanner(planner)
     iterations = drafted = accepted_total = self_drafts = 0
     step_ms = plain_ms = planning_s = 0.0
     while done < len(tokens):
@@ -69,9 +77,14 @@ def replay(
         began = time.process_time()
         request = DraftRequest(state, heads, done, limit)
         if self_heads is not None and planner.wants_self_draft([request])[0]:
-            request = DraftRequest(state, self_heads(done), done, limit)
-            self_drafts += 1
-            step_ms += cost.draft_pass_ms(min(planner.budget, done))
+            heads = self_heads(done)
+            num_passes = 1
+            if heads is not None and most_passes > 1:
+                heads = _in_a_row(heads, request, passes_in_a_row, most_passes)
+                num_passes = heads.own_depths
+            request = DraftRequest(state, heads, done, limit)
+            self_drafts += num_passes
+            step_ms += num_passes * cost.draft_pass_ms(min(planner.budget, done))
         (tree,) = planner.plan([request])
         planning_s += time.process_time() - began
 
@@ -105,6 +118,28 @@ def replay(
         step_ms,
         plain_ms,
         planning_s / iterations * 1e6,
+    )
+
+
+def _in_a_row(
+    said: HeadCandidates, request: DraftRequest, planner: SelfDraftPlanner, most_passes: int
+) -> HeadCandidates:
+    """What is said by as many passes as the planner wants; said: by all, a row each."""
+    path = OwnPath()
+    while True:
+        depth = len(path.tokens)
+        row, chances = said.tokens[depth], said.probabilities[depth]
+        path.follow(row, chances, depth, request.state.cells, request.foresight)
+        end = PathEnd(path, depth + 1 if depth + 1 < most_passes else None)
+        if not planner.go_on([request], [end])[0]:
+            break
+    request.state.own_tokens.said(path)
+    num_passes = len(path.tokens)
+    return HeadCandidates(
+        said.tokens[:num_passes],
+        said.probabilities[:num_passes],
+        free=False,
+        own_depths=num_passes,
     )
 
 

@@ -13,6 +13,7 @@ from vllm_tokenswift.draft.foresight import NO_KEYS, Foresight
 from vllm_tokenswift.draft.gain import new_cells
 from vllm_tokenswift.draft.ngrams import NgramTable
 from vllm_tokenswift.draft.noise import NO_NOISE, Keys
+from vllm_tokenswift.draft.own_tokens import OwnTokens
 from vllm_tokenswift.draft.source_gain import (
     FREE_HEADS_PRIOR,
     FREE_HEADS_PRIOR_WEIGHT,
@@ -49,6 +50,7 @@ class DraftState:
         self.suffix = SuffixIndex(max(max_match, 1))
         self.cells = new_cells(sampled)
         self.self_draft = SourceGain(SELF_DRAFT_PRIOR)
+        self.own_tokens = OwnTokens()
         self.free_heads = SourceGain(FREE_HEADS_PRIOR, FREE_HEADS_PRIOR_WEIGHT)
         self.head_passes = 1.0
         self.last_heads: HeadCandidates | None = None
@@ -71,8 +73,9 @@ class DraftState:
         """
         if not tokens:
             return
+        further = self.own_tokens.observe(tokens)
         if self._text_offers is not None:
-            self.self_draft.observe(len(tokens))
+            self.self_draft.observe(len(tokens) - further)
             self.free_heads.observe(len(tokens))
         suffix, table = self.suffix, self.table
         new = np.array(tokens, np.int32)
@@ -201,7 +204,7 @@ class DraftState:
                 tokens,
                 probabilities,
                 below,
-                heads.free,
+                0 if heads.free else heads.own_depths,
                 heads.foreseen,
                 max_depth,
                 noise_kind,

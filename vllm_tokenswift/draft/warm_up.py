@@ -8,6 +8,7 @@ from vllm_tokenswift.draft.candidates import HeadCandidates
 from vllm_tokenswift.draft.cost import CostModel
 from vllm_tokenswift.draft.foresight import Foresight
 from vllm_tokenswift.draft.noise import SPLITMIX, Keys
+from vllm_tokenswift.draft.own_tokens import OwnPath
 from vllm_tokenswift.draft.planner import DraftRequest, PlanMode, Planner
 from vllm_tokenswift.draft.state import DraftState
 
@@ -24,6 +25,7 @@ def warm_up(mode: PlanMode) -> None:
     state.extend([*range(200), 0, 1, 2, 0, 1])  # long enough for every table to grow
     foresight = Foresight(SPLITMIX, _keys)
     foresight.weighed(0.5, 0, 7)
+    OwnPath().follow([7], [0.5], 0, state.cells, foresight)
     heads = HeadCandidates([[7, 8], [9, 9]], [[0.6, 0.2], [0.3, 0.2]], free=False)
     for candidates in (None, heads):
         request = DraftRequest(state, candidates, state.num_tokens, 8, foresight=foresight)

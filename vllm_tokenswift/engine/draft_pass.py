@@ -1,10 +1,10 @@
 """The self-draft: one forward pass of the target itself over the partial KV cache.
 
-Paper, algorithm 1, "Multi-token Parallel Generation". One query row a request, the
-bonus token at its own position, attending through the draft block table of each
-layer. The pass writes the bonus token's KV, computed from the partial cache, at the
-token's own slot; the verify pass processes the same token first and overwrites
-it, so nothing approximate survives in the full cache.
+Paper, algorithm 1, "Multi-token Parallel Generation". One query row a request, the newest
+token at its own position, attending through the draft block table of each layer: the bonus
+token, or in a further pass the token that the one before it said. The pass writes the
+token's KV, computed from the partial cache, at the token's own slot; the verify pass
+processes the same position and overwrites it, so nothing approximate survives in the full cache.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class DraftRow:
     """One request of a draft pass.
 
-    token: the bonus token; num_tokens: tokens of the sequence, the bonus token included;
+    token: the newest of the sequence; num_tokens: of the sequence, that one included;
     blocks: int32, physical blocks of the request in logical order.
     """
 

@@ -17,9 +17,9 @@ from vllm_tokenswift.draft.planner import PlanMode, Planner
 from vllm_tokenswift.draft.warm_up import warm_up
 from vllm_tokenswift.engine.cost_cache import cached_cost
 from vllm_tokenswift.engine.cost_curve import CostCurve
-from vllm_tokenswift.engine.draft_pass import DraftRow
 from vllm_tokenswift.engine.head_drafts import HeadDrafts, HeadRequest
 from vllm_tokenswift.engine.requests import RequestState
+from vllm_tokenswift.engine.self_draft import SelfDraft
 from vllm_tokenswift.engine.staging import Staging
 from vllm_tokenswift.tree import DraftTree
 
@@ -81,6 +81,10 @@ class Drafter:
         warm_up(mode)
         cost = cached_cost(runner, curve, completed)
         self.planner = Planner(cost, self.options.budget_tokens, mode)
+        with_heads = self.heads is not None and self.options.head_source != "free"
+        self.self_draft = SelfDraft(
+            self, self._post_norm, self._read_by_heads if with_heads else None
+        )
 
     def begin(self, requests: Sequence[DraftRequest], hidden_states: torch.Tensor) -> None:
         """To be called for the requests of a step before :meth:`draft`, with the same states.
@@ -133,7 +137,13 @@ class Drafter:
             # CUDA graphs share their memory: a draft pass may run over the verify pass's states.
             hidden_states = hidden_states.clone()
         asked = self._asked
-        self._draft_with(planned, requests, asked, passes, self._self_draft)
+        self._draft_with(
+            planned,
+            requests,
+            asked,
+            passes,
+            lambda some, of: self.self_draft.candidates(some, of, planned, passes, num_undrafted),
+        )
         if self.heads is not None and self.options.head_source != "draft":
             others = [i for i, wanted in enumerate(passes) if not wanted]
             free = self.planner.wants_free_heads([planned[i] for i in others], num_undrafted)
@@ -189,23 +199,6 @@ class Drafter:
         if self.options.self_draft == "always":
             return [request.limit > 0 for request in planned]
         return self.planner.wants_self_draft(planned, num_undrafted)
-
-    def _self_draft(
-        self, requests: list[DraftRequest], asked: list[HeadRequest]
-    ) -> list[HeadCandidates]:
-        """Depth 1 from the pass itself (``l0``), deeper ones from the heads on its hidden state."""
-        output = self.draft_pass.run(
-            [
-                DraftRow(r.req_id, r.bonus_token, r.num_tokens, r.blocks, r.state.table)
-                for r in requests
-            ]
-        )
-        self.runner.stats.num_draft_passes += 1
-        assert self.draft_pass.last is not None
-        self.runner.stats.num_selections += len(self.draft_pass.last.refreshed)
-        with_heads = self.heads is not None and self.options.head_source != "free"
-        start = self._read_by_heads(output) if with_heads else None
-        return self.head_drafts.candidates(asked, self._post_norm(output), start)
 
     def _rows_of(
         self, requests: Sequence[DraftRequest], hidden_states: torch.Tensor

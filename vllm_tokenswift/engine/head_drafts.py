@@ -45,6 +45,24 @@ class HeadRequest:
 
 
 @dataclass
+class OwnRows:
+    """What draft passes in a row say of one request, a row for each pass.
+
+    followed: the place in each row of the token that the next pass goes on from; heads go on
+    from all tokens of the last row.
+    """
+
+    tokens: list[list[int]] = field(default_factory=list)
+    probabilities: list[list[float]] = field(default_factory=list)
+    followed: list[int] = field(default_factory=list)
+
+    def add(self, tokens: list[int], probabilities: list[float], followed: int) -> None:
+        self.tokens.append(tokens)
+        self.probabilities.append(probabilities)
+        self.followed.append(followed)
+
+
+@dataclass
 class _Rows:
     """The rows of one request's candidates, as they grow."""
 
@@ -126,11 +144,59 @@ class HeadDrafts:
             depths = (self.heads.num_heads if self.heads is not None else 0) + (not free)
             widths = [OFFERED_TOKENS] * depths
         if start is not None and self.heads is not None and self.heads.conditioned:
-            return self._along_paths(requests, own, start, widths)
+            rows = [OwnRows() for _ in requests]
+            if own is not None:
+                top = self.own_top(requests, own, widths[0])
+                for one, tokens, values in zip(rows, *top, strict=True):
+                    one.add(tokens, values, followed=0)
+            return self._along_paths(requests, rows, start, widths[len(rows[0].tokens) :])
         states = [] if own is None else [own]
         if start is not None and self.heads is not None:
             states += self.heads(start)
         return self._at_once(requests, states[: len(widths)], widths, free)
+
+    def own_top(
+        self, requests: Sequence[HeadRequest], own: torch.Tensor, width: int = OFFERED_TOKENS
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """What a draft pass says of each request: tokens and probabilities, ``[requests][width]``.
+
+        own: as in :meth:`candidates`.
+        """
+        req_ids = [request.req_id for request in requests]
+        return self._top(self.scorer.constrain(self.model.compute_logits(own), req_ids), width)
+
+    def candidates_below(
+        self,
+        requests: Sequence[HeadRequest],
+        own: Sequence[OwnRows],
+        start: torch.Tensor | None,
+    ) -> list[HeadCandidates]:
+        """Candidates of plan "auto" whose first rows are known.
+
+        own: at least a row of each request. start: as in :meth:`candidates`, of its last pass.
+        """
+        if start is None or self.heads is None:
+            return [_below_passes(rows, [], []) for rows in own]
+        if not self.heads.conditioned:
+            logits = self.model.compute_logits(torch.cat(self.heads(start)))
+            req_ids = [request.req_id for request in requests] * self.heads.num_heads
+            tokens, values = self._top(self.scorer.constrain(logits, req_ids), OFFERED_TOKENS)
+            return [
+                _below_passes(rows, tokens[i :: len(requests)], values[i :: len(requests)])
+                for i, rows in enumerate(own)
+            ]
+        found: dict[int, HeadCandidates] = {}
+        widths = [OFFERED_TOKENS] * self.heads.num_heads
+        # Heads of a descent are all at one depth.
+        for depth in sorted({len(rows.tokens) for rows in own}):
+            places = [i for i, rows in enumerate(own) if len(rows.tokens) == depth]
+            some = [requests[i] for i in places]
+            states = start if len(places) == len(own) else torch.stack([start[i] for i in places])
+            candidates = self._along_paths(some, [own[i] for i in places], states, widths)
+            found.update(zip(places, candidates, strict=True))
+        # Each depth has waited for the others.
+        num_passes = sum({c.own_depths: c.num_passes for c in found.values()}.values())
+        return [replace(found[i], num_passes=num_passes) for i in range(len(own))]
 
     def alone(self) -> object:
         """What heads do in one pass for one request, apart from its constraints (cost curve)."""
@@ -168,38 +234,74 @@ class HeadDrafts:
     def _along_paths(
         self,
         requests: Sequence[HeadRequest],
-        own: torch.Tensor | None,
+        own: Sequence[OwnRows],
         start: torch.Tensor,
         widths: Sequence[int],
     ) -> list[HeadCandidates]:
+        """own: as many rows of each request; widths: of the heads' rows below."""
         assert self.heads is not None
         grown = [_Rows() for _ in requests]
+        own_depths = len(own[0].tokens)
+        paths = self._below_own_rows(grown, requests, own)
+        num_passes = 0
+        foreseen = False
+        if self._descent is not None and paths:
+            num_passes = self._descend(grown, requests, paths, start, own_depths)
+            foreseen = num_passes > 0
+        if not foreseen:
+            num_passes = self._step_by_step(grown, requests, paths, start, own_depths, widths)
+        return [
+            HeadCandidates(
+                rows.tokens,
+                rows.probabilities,
+                own_depths == 0,
+                rows.below,
+                num_passes,
+                foreseen=foreseen and request.foresight is not None,
+                own_depths=own_depths,
+            )
+            for rows, request in zip(grown, requests, strict=True)
+        ]
+
+    def _below_own_rows(
+        self, grown: Sequence[_Rows], requests: Sequence[HeadRequest], own: Sequence[OwnRows]
+    ) -> list[_Path]:
+        """Adds what passes say; returns the paths below it that heads go on with."""
         paths = _roots(requests)
-        depth = num_passes = 0
-        if own is not None:
-            req_ids = [request.req_id for request in requests]
-            likely = self.scorer.constrain(self.model.compute_logits(own), req_ids)
-            paths = self._extend(grown, requests, paths, self._top(likely, widths[0]), depth)
-            depth = 1
-        if (
-            self._descent is not None
-            and paths
-            and (num_passes := self._descend(grown, requests, paths, start, depth))
-        ):
-            return [
-                HeadCandidates(
-                    rows.tokens,
-                    rows.probabilities,
-                    own is None,
-                    rows.below,
-                    num_passes,
-                    foreseen=request.foresight is not None,
+        last = len(own[0].tokens) - 1
+        for depth in range(last + 1):
+            top = [rows.tokens[depth] for rows in own], [rows.probabilities[depth] for rows in own]
+            extended = self._extend(grown, requests, paths, top, depth, own=True)
+            if depth == last:
+                return extended
+            paths = [
+                _Path(
+                    path.request,
+                    rows.tokens[depth][rows.followed[depth]],
+                    path.chance * _chance(request, rows, depth),
+                    path.state,
+                    row=depth,
+                    place=rows.followed[depth],
                 )
-                for rows, request in zip(grown, requests, strict=True)
+                for path, request, rows in zip(paths, requests, own, strict=True)
             ]
+        return paths
+
+    def _step_by_step(
+        self,
+        grown: Sequence[_Rows],
+        requests: Sequence[HeadRequest],
+        paths: list[_Path],
+        start: torch.Tensor,
+        depth: int,
+        widths: Sequence[int],
+    ) -> int:
+        """Adds the heads' rows, head by head; returns the passes it took."""
+        assert self.heads is not None
+        num_passes = 0
         scales = self._scales(requests)
         states = start
-        for index in range(min(self.heads.num_heads, len(widths) - depth)):
+        for index, width in enumerate(widths[: self.heads.num_heads]):
             if not paths:
                 break
             before = [path.state for path in paths]
@@ -210,16 +312,12 @@ class HeadDrafts:
             states, read = self.heads.step(index, states, embedded)
             if scales is None:
                 req_ids = [requests[path.request].req_id for path in paths]
-                top = self._top(self.scorer.constrain(self._logits(read), req_ids), widths[depth])
+                top = self._top(self.scorer.constrain(self._logits(read), req_ids), width)
             else:
-                top = self._top_of_part(read, scales, paths, widths[depth])
-            paths = self._extend(grown, requests, paths, top, depth)
-            depth += 1
+                top = self._top_of_part(read, scales, paths, width)
+            paths = self._extend(grown, requests, paths, top, depth + index)
             num_passes += 1
-        return [
-            HeadCandidates(rows.tokens, rows.probabilities, own is None, rows.below, num_passes)
-            for rows in grown
-        ]
+        return num_passes
 
     def _descend(
         self,
@@ -290,10 +388,12 @@ class HeadDrafts:
         paths: Sequence[_Path],
         top: tuple[list[list[int]], list[list[float]]],
         depth: int,
+        own: bool = False,
     ) -> list[_Path]:
         """Adds a row below each path; returns the paths to go on with, in the rows' order.
 
-        top: tokens and probabilities, ``[paths][width]``. depth: of these tokens, from 0.
+        top: tokens and probabilities, ``[paths][width]``. depth: of these tokens, from 0. own:
+        they are a draft pass's.
         """
         tokens, values = top
         found: list[list[_Path]] = [[] for _ in grown]
@@ -301,9 +401,11 @@ class HeadDrafts:
             row = grown[path.request].add(tokens[state], values[state], path)
             foresight = requests[path.request].foresight
             for place, (token, chance) in enumerate(zip(tokens[state], values[state], strict=True)):
-                if path.chance * chance < _LEAST_CHANCE:
+                if foresight is not None and own:  # luck may make an unlikely token sure
+                    chance = foresight.chance(chance, depth, token)
+                elif path.chance * chance < _LEAST_CHANCE:
                     break
-                if foresight is not None:
+                elif foresight is not None:
                     chance = foresight.weighed(chance, depth, token)
                 if (chance := path.chance * chance) >= _LEAST_CHANCE:
                     found[path.request].append(
@@ -372,3 +474,24 @@ class HeadDrafts:
     def _top(probabilities: torch.Tensor, width: int) -> tuple[list[list[int]], list[list[float]]]:
         top = probabilities.topk(width, dim=-1)
         return top.indices.tolist(), top.values.tolist()
+
+
+def _chance(request: HeadRequest, rows: OwnRows, depth: int) -> float:
+    """That the token which was followed at ``depth`` comes, by what its pass says."""
+    place = rows.followed[depth]
+    token, chance = rows.tokens[depth][place], rows.probabilities[depth][place]
+    return chance if request.foresight is None else request.foresight.chance(chance, depth, token)
+
+
+def _below_passes(
+    own: OwnRows, tokens: list[list[int]], probabilities: list[list[float]]
+) -> HeadCandidates:
+    """What passes say, and below the last of them rows that do not look at tokens."""
+    tokens, own_depths = own.tokens + tokens, len(own.tokens)
+    last = len(tokens) - 1
+    below = [[NO_ROW if row == last else row + 1] * len(of) for row, of in enumerate(tokens)]
+    for row, place in enumerate(own.followed[:-1]):
+        below[row] = [row + 1 if i == place else NO_ROW for i in range(len(tokens[row]))]
+    return HeadCandidates(
+        tokens, own.probabilities + probabilities, False, below, own_depths=own_depths
+    )

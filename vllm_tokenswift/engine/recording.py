@@ -12,7 +12,6 @@ from vllm.logger import init_logger
 from vllm_tokenswift.draft.planner import Planner
 from vllm_tokenswift.draft.state import DraftState
 from vllm_tokenswift.explain.record import PROMPT, Iteration, Record
-from vllm_tokenswift.metrics import Stats
 from vllm_tokenswift.options import TokenSwiftOptions
 from vllm_tokenswift.tree import DraftTree
 
@@ -44,19 +43,15 @@ class _Running:
 class Recorder:
     """Follows the requests of one engine.
 
-    folder: where the files go. planner, stats: those of the runner; what they grew by since
-    the last step says how this step's drafts came about.
+    folder: where the files go. planner: the runner's; the decisions that it took since the last
+    step say how this step's drafts came about.
     """
 
-    def __init__(
-        self, folder: Path, options: TokenSwiftOptions, planner: Planner, stats: Stats
-    ) -> None:
+    def __init__(self, folder: Path, options: TokenSwiftOptions, planner: Planner) -> None:
         self.folder = folder
         self._options = options
         self._planner = planner
-        self._stats = stats
         self._seen_decisions = dict(planner.decisions)
-        self._seen_passes = stats.num_draft_passes
         self._running: dict[str, _Running] = {}
 
     def start(self, req_id: str, tokens: Sequence[int], sampled: bool) -> None:
@@ -66,11 +61,10 @@ class Recorder:
 
     def drafted(self, states: Mapping[str, DraftState], trees: Sequence[DraftTree]) -> None:
         """A step has drafted; states: of the requests it drafted for, in the trees' order."""
-        decisions, passes = dict(self._planner.decisions), self._stats.num_draft_passes
+        decisions = dict(self._planner.decisions)
         # Of one source a step either takes what pays or probes, never both.
         probes = {n for n, count in decisions.items() if count > self._seen_decisions.get(n, 0)}
-        num_passes = passes - self._seen_passes
-        self._seen_decisions, self._seen_passes = decisions, passes
+        self._seen_decisions = decisions
         for (req_id, state), tree in zip(states.items(), trees, strict=True):
             outcome = "drafted" if len(tree) else "plain"
             heads = state.last_heads
@@ -81,7 +75,7 @@ class Recorder:
                 name = f"{name}_probe" if f"{name}_probe" in probes else name
                 drafted = _Drafted(
                     (outcome, name),
-                    0 if heads.free else num_passes,
+                    0 if heads.free else heads.own_depths,
                     free_heads=heads.num_passes if heads.free else 0,
                 )
             self._running[req_id].drafted = drafted

@@ -133,7 +133,7 @@ class TokenSwiftRunnerMixin(_Runner):
         self.next_step = NextStep(self, self.drafting)
         if self.options.record is not None and get_tp_group().rank_in_group == 0:
             folder = Path(self.options.record)
-            self.recorder = Recorder(folder, self.options, self.drafting.planner, self.stats)
+            self.recorder = Recorder(folder, self.options, self.drafting.planner)
 
     def forward_rows(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:
         """A pass of the target over some rows; call it inside a forward context."""

@@ -67,7 +67,7 @@ class TreeAttention(Protocol):
 
         block_tables: int32 ``[layers, r, blocks]``, physical blocks, each request's
         compact sequence from the left; seq_lens: int32 ``[r]``, its length;
-        slots: int64 ``[r]``, where the pass writes the bonus token's KV;
+        slots: int64 ``[r]``, where the pass writes each row's KV;
         query_rows: rows whose query is kept for :meth:`block_masses`;
         query_start_loc: int32 ``[r + 1]``, where a request has more than one row
         (the measurement of the cost curve).

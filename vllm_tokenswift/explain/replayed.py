@@ -41,7 +41,7 @@ class ReplayRecorder:
                 drafted=drafted_by_source,
                 accepted=accepted_by_source,
                 side_chains=len(tree.chains) - 1,
-                passes=int(heads is not None and not heads.free),
+                passes=heads.own_depths if heads is not None and not heads.free else 0,
                 free_heads=heads.num_passes if heads is not None and heads.free else 0,
                 decisions=tuple(decisions),
             )

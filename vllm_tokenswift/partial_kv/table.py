@@ -26,13 +26,23 @@ class Mode(enum.Enum):
     DYNAMIC = "dynamic"
 
 
+class Due(enum.Enum):
+    """Why blocks have to be selected: there is no selection (yet, or after preemption), nothing is
+    left of it (the paper's rule), or as many tokens were written as the options allow."""
+
+    FIRST = "first"
+    USED_UP = "used_up"
+    INTERVAL = "interval"
+
+
 class DraftBlockTable:
     """The draft block table of one request, for every layer.
 
     budget_tokens: ``|B|``; sink_tokens: ``|S|``; both are rounded to whole blocks
     (sinks up, the budget down, but never below sinks + 2 blocks).
     refresh_tokens: select again when that many tokens were written since the last
-    selection; None is the paper's rule: when no selected block is left.
+    selection; None is the paper's rule: when no selected block is left, unless it is
+    forgotten before (``draft/self_draft.py`` says when that pays).
     """
 
     def __init__(
@@ -51,29 +61,46 @@ class DraftBlockTable:
         self._selected: npt.NDArray[np.int32] | None = None  # [layers, candidates]
         self._first_recent = 0  # logical block of the oldest token not ranked
         self._selected_at = 0  # tokens in the cache when the selection was made
+        self._tables: dict[tuple[int, int], npt.NDArray[np.int32]] = {}  # the last one made
 
     def forget(self) -> None:
-        """Drops the selection (after preemption: it is made again from the new cache)."""
+        """Drops the selection: the next pass makes it again (as it must after preemption)."""
         self._selected = None
+        self._tables.clear()
 
     def fits(self, num_tokens: int) -> bool:
         """Whether the whole sequence fits the budget: then there is nothing to leave out."""
         return -(-num_tokens // self.block_size) <= self.budget_blocks
 
+    @property
+    def may_be_early(self) -> bool:
+        """Whether somebody else may renew the selection (:meth:`forget`) before it is due."""
+        return self.mode is Mode.DYNAMIC and self.refresh_tokens is None
+
+    def age(self, num_tokens: int) -> int:
+        """Tokens written since the selection that a pass reads by, 0 where it reads all blocks."""
+        if self._selected is None or self.mode is Mode.FULL or self.fits(num_tokens):
+            return 0
+        return num_tokens - self._selected_at
+
     def needs_selection(self, num_tokens: int) -> bool:
         """Whether the scores have to be computed (again) before the next partial pass."""
+        return self.due(num_tokens) is not None
+
+    def due(self, num_tokens: int) -> Due | None:
+        """Why the scores have to be computed, None where they need not be."""
         if self.mode is Mode.FULL or self.fits(num_tokens):
-            return False
+            return None
         if self._selected is None:
-            return True
+            return Due.FIRST
         if self.mode is Mode.STATIC:
-            return False
+            return None
         if (
             self.refresh_tokens is not None
             and num_tokens - self._selected_at >= self.refresh_tokens
         ):
-            return True
-        return self._room(num_tokens) <= 0
+            return Due.INTERVAL
+        return Due.USED_UP if self._room(num_tokens) <= 0 else None
 
     def select(self, masses: npt.NDArray[np.float32], num_tokens: int) -> None:
         """Ranks the blocks between the sinks and the newest.
@@ -88,6 +115,7 @@ class DraftBlockTable:
         newest_first = ranked.shape[1] - 1 - order
         room = max(self._room(num_tokens), 0)
         self._selected = (newest_first[:, :room] + self.sink_blocks).astype(np.int32)
+        self._tables.clear()
 
     def blocks(self, num_tokens: int, num_layers: int) -> npt.NDArray[np.int32]:
         """The logical blocks of a draft pass, ascending: int32 ``[layers, blocks]``.
@@ -96,6 +124,13 @@ class DraftBlockTable:
         The last column is always the block of the newest token, so that a
         sequence of these blocks is full up to its last block.
         """
+        num_blocks = -(-num_tokens // self.block_size)
+        key = num_blocks, num_layers
+        if key not in self._tables:  # they change once in ``block_size`` tokens
+            self._tables = {key: self._make_blocks(num_tokens, num_layers)}
+        return self._tables[key]
+
+    def _make_blocks(self, num_tokens: int, num_layers: int) -> npt.NDArray[np.int32]:
         num_blocks = -(-num_tokens // self.block_size)
         if self._selected is None or self.mode is Mode.FULL or self.fits(num_tokens):
             return np.tile(np.arange(num_blocks, dtype=np.int32), (num_layers, 1))
