@@ -134,8 +134,6 @@ class ModesOfAWorker:
 
         Raises ValueError where options are not allowed.
         """
-        from vllm_tokenswift.engine.drafting import Drafter
-
         runner = self.model_runner
         own = _Mode(runner.options, runner.drafter.heads, runner.drafting)
         self._modes = {AUTO: own}
@@ -143,7 +141,7 @@ class ModesOfAWorker:
             options = dataclasses.replace(own.options, **different)
             heads = own.heads if options.heads is not None else None
             self._set_up(options, heads)
-            drafter = Drafter(runner)
+            drafter = runner.make_drafter()
             # On a GPU it is captured once, at start-up, and no mode has a pass of its own kind.
             drafter.draft_pass = own.drafter.draft_pass
             self._modes[name] = _Mode(options, heads, drafter)
@@ -151,9 +149,11 @@ class ModesOfAWorker:
 
     def change_mode(self, name: str) -> None:
         """From now on the engine is in this mode. To be called while no request is running."""
-        mode = self._modes[name]
+        from vllm_tokenswift.engine.next_step import NextStep
+
+        mode, runner = self._modes[name], self.model_runner
         self._set_up(mode.options, mode.heads)
-        self.model_runner.drafting = mode.drafter
+        runner.drafting, runner.next_step = mode.drafter, NextStep(runner, mode.drafter)
 
     def _set_up(self, options: TokenSwiftOptions, heads: DraftHeads | None) -> None:
         runner = self.model_runner

@@ -129,11 +129,15 @@ class TokenSwiftRunnerMixin(_Runner):
         """Called once the KV cache stands and the model is compiled."""
         self.tree_attention = self._make_tree_attention()
         step_layout.warm_up()
-        self.drafting = Drafter(self, lambda drafting: drafting_ms(self, drafting))
+        self.drafting = self.make_drafter()
         self.next_step = NextStep(self, self.drafting)
         if self.options.record is not None and get_tp_group().rank_in_group == 0:
             folder = Path(self.options.record)
             self.recorder = Recorder(folder, self.options, self.drafting.planner)
+
+    def make_drafter(self) -> Drafter:
+        """As the options say; measures costs that are not known, over the empty cache."""
+        return Drafter(self, lambda drafting: drafting_ms(self, drafting))
 
     def forward_rows(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:
         """A pass of the target over some rows; call it inside a forward context."""
