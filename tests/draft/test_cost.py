@@ -69,3 +69,15 @@ def test_json_of_something_else_is_refused(text: str) -> None:
 def test_times_that_no_machine_has_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"verify_points|chain_ms"):
         CostModel(**fields)  # type: ignore[arg-type]
+
+
+def test_what_drafting_costs_the_host_counts_in_steps_with_drafts_and_in_draft_passes() -> None:
+    cost = CostModel(((1, 5.0), (9, 6.0)), draft_points=((0, 4.0),), drafting_ms=1.5)
+    assert cost.tree_ms(0, 0, 100) == 5.0
+    assert cost.tree_ms(8, 0, 100) == 7.5
+    assert cost.step_curve_ms(1, 8).tolist()[::8] == [5.0, 7.5]
+    assert cost.step_curve_ms(1, 8, times_drafting=4.0)[8] == 12.0
+    assert cost.draft_pass_ms(10) == 5.5
+    assert CostModel.from_json(cost.to_json()) == cost
+    with pytest.raises(ValueError, match="drafting_ms must be at least 0, got -1"):
+        CostModel(((1, 5.0),), drafting_ms=-1)

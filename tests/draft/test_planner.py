@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -222,3 +223,54 @@ def test_free_heads_are_drafted_once_they_are_seen_to_hit() -> None:
 def test_an_unknown_plan_is_refused() -> None:
     with pytest.raises(ValueError, match="plan must be one of auto, paper, fixed"):
         Planner(CPU, mode="greedy")  # type: ignore[arg-type]
+
+
+# -- where the device waits for drafts, and not for steps without them ------------------
+
+
+def waiting(ms: float) -> CostModel:
+    return replace(GPU, drafting_ms=ms)
+
+
+def test_drafts_must_be_worth_the_time_that_the_device_waits_for_them() -> None:
+    """A token that comes one time in three is drafted where drafting is free, and not else."""
+    text = [token for i in range(300) for token in (7, 8, 1000 + 3 * i + i % 3)]
+    request = DraftRequest(state_after(text[:-1]), None, len(text), 16)
+    assert len(Planner(waiting(0.0)).plan([request])[0]) > 0
+    expected = Planner(waiting(0.0)).plan_once([request], 0).expected[0]
+    dear = (expected - 1.0) * GPU.verify_ms(1)
+    assert len(Planner(waiting(dear)).plan([request])[0]) == 0
+
+
+def test_a_loop_is_drafted_for_however_slow_the_host_is() -> None:
+    text = loop(400)
+    planner = Planner(waiting(2 * GPU.verify_ms(1)))
+    request = DraftRequest(state_after(text), None, len(text), 16)
+    assert planner.would_draft([request], 0, self_draft=False, free_heads=False)
+    assert len(planner.plan([request])[0]) == 16
+
+
+def test_to_begin_takes_more_than_to_go_on() -> None:
+    """The same state of a text: once drafting, drafts are made that nobody would begin with."""
+    text = loop(400)
+    request = DraftRequest(state_after(text), None, len(text), 3)
+    gain = Planner(waiting(0.0)).plan_once([request], 0).expected[0] - 1.0
+    planner = Planner(waiting(0.5 * gain * GPU.verify_ms(1)))
+    assert not planner.would_draft([request], 0, self_draft=False, free_heads=False)
+    assert len(planner.plan([request])[0]) == 3
+
+
+def test_sources_that_are_not_asked_learn_what_comes_without_them() -> None:
+    """While steps are decoded plainly a source is not run, and its next trial comes as planned."""
+    text = never_repeating(1200)
+    state = state_after(text[:600])
+    planner = Planner(replace(waiting(1.0), heads_ms=1.0))
+    asks = []
+    for token in text[600:]:
+        request = DraftRequest(state, None, state.num_tokens, 16)
+        asks.append(planner.would_draft([request], 0, self_draft=False, free_heads=True))
+        assert not state.free_heads.asked_last
+        state.extend([token])
+    assert any(asks)
+    assert planner.decisions["free_heads"] == planner.decisions["free_heads_probe"] == 0
+    assert planner.decisions["plain"] == len(asks)

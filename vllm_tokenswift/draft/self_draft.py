@@ -145,10 +145,9 @@ class SelfDraftPlanner:
         pace = sum(plan.tokens_without_pass()) / plan.step_ms
         wanted = []
         for request, tokens in zip(requests, lost, strict=True):
-            whole_ms = max(
-                planner.cost.verify_ms(1, request.context_len), planner.cost.host_bound_ms
-            )
-            price = pace * (whole_ms - planner.passes_ms([request], [1]))
+            cost = planner.cost
+            whole_ms = max(cost.verify_ms(1, request.context_len), cost.host_bound_ms)
+            price = pace * (whole_ms + cost.drafting_ms - planner.passes_ms([request], [1]))
             wanted.append(tokens > 0.0 and tokens >= price)
         planner.decisions["select_early"] += sum(wanted)
         return wanted

@@ -51,8 +51,6 @@ class Drafter:
     """Drafts for the requests of a batch; owns the planner and the draft pass.
 
     host_ms: measures, for the cost model, how long the device waits for drafts of the text.
-
-    ``spent_time``: whether the last drafting brought drafts, or asked a source that costs time.
     """
 
     def __init__(self, runner: TokenSwiftRunnerMixin, host_ms: Callable[[Drafter], float]) -> None:
@@ -70,7 +68,6 @@ class Drafter:
             runner.host_bound_pass,
             runner.device,
         )
-        self.spent_time = False
         self._asked: list[HeadRequest] = []
 
         def completed(cost: CostModel) -> CostModel:
@@ -128,7 +125,6 @@ class Drafter:
         hidden_states: ``[query rows, hidden]``, in the form that the heads read.
         num_undrafted: requests of the batch that draft nothing.
         """
-        self.spent_time = False
         if not requests:
             return []
         planned = [self._planned(request) for request in requests]
@@ -159,9 +155,7 @@ class Drafter:
                     of, None, self._rows_of(some, hidden_states)
                 ),
             )
-        trees = self.planner.plan(planned, num_undrafted)
-        self.spent_time = any(map(len, trees)) or any(p.heads is not None for p in planned)
-        return trees
+        return self.planner.plan(planned, num_undrafted)
 
     def _draft_with(
         self,

@@ -1,8 +1,8 @@
 """From what a step accepted to the next one: who is drafted for, and when its pass starts.
 
 Two ways. Ordinarily the host reads what was accepted, drafts, and launches the pass that
-verifies the drafts. While nothing has been worth drafting, it does not wait: the next pass,
-without drafts, takes the sampled tokens where they lie on the device and is launched before
+verifies the drafts. Once nothing was worth drafting, it does not wait: the next pass, without
+drafts, takes the sampled tokens where they lie on the device and is launched before
 the host has read them, as plain vLLM's asynchronous scheduling does; the host then only looks
 whether drafting would pay again, for the step after that one.
 """
@@ -21,10 +21,6 @@ from vllm_tokenswift.tree import DraftTree
 if TYPE_CHECKING:
     from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
 
-# Steps in a row without a draft after which none is expected of the next. Two: after one, the
-# next was drafted for about as often as not.
-_UNDRAFTED_STEPS = 2
-
 
 class NextStep:
     """Drafts for a runner's next step and launches its pass where it can be foreseen."""
@@ -32,14 +28,14 @@ class NextStep:
     def __init__(self, runner: TokenSwiftRunnerMixin, drafting: Drafter) -> None:
         self.runner = runner
         self.drafting = drafting
-        self._undrafted = 0
+        self._expects_drafts = True
         self._is_launched = False
         self._requests: list[DraftRequest] = []
         self._accepted: Sequence[Accepted] = ()
 
     def is_undrafted(self, groups: Sequence[RowGroup]) -> bool:
         """Whether :meth:`launch_undrafted` may be called with the samples of these groups."""
-        return self._undrafted >= _UNDRAFTED_STEPS and not any(
+        return not self._expects_drafts and not any(
             len(group.tree) or group.discard for group in groups
         )
 
@@ -74,8 +70,7 @@ class NextStep:
         num_others = len(self._accepted) - len(requests)
         is_launched, self._is_launched = self._is_launched, False
         if is_launched:
-            if self.drafting.would_draft(requests, num_others):
-                self._undrafted = 0
+            self._expects_drafts = self.drafting.would_draft(requests, num_others)
             return {}
         trees = self.drafting.draft(requests, self._hidden_states, num_others)
         if runner.recorder is not None:
@@ -84,7 +79,7 @@ class NextStep:
         runner.expect(drafted)
         if runner.launches_ahead:
             runner.ahead.launch(drafted, [emitted.tokens for emitted in self._accepted])
-        self._undrafted = 0 if self.drafting.spent_time else self._undrafted + 1
+        self._expects_drafts = any(map(len, trees))
         return drafted
 
     def _draftable(
