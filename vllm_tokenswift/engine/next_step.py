@@ -16,7 +16,7 @@ import torch
 
 from vllm_tokenswift.engine.drafting import Drafter, DraftRequest
 from vllm_tokenswift.sampling.walk import Accepted, RowGroup
-from vllm_tokenswift.tree import DraftTree
+from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
 
 if TYPE_CHECKING:
     from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
@@ -71,15 +71,18 @@ class NextStep:
         is_launched, self._is_launched = self._is_launched, False
         if is_launched:
             self._expects_drafts = self.drafting.would_draft(requests, num_others)
-            return {}
-        trees = self.drafting.draft(requests, self._hidden_states, num_others)
+            trees = [EMPTY_TREE] * len(requests)
+        else:
+            trees = self.drafting.draft(requests, self._hidden_states, num_others)
+            self._expects_drafts = any(map(len, trees))
         if runner.recorder is not None:
             runner.recorder.drafted({r.req_id: r.state.draft for r in requests}, trees)
+        if is_launched:
+            return {}
         drafted = {r.req_id: tree for r, tree in zip(requests, trees, strict=True)}
         runner.expect(drafted)
         if runner.launches_ahead:
             runner.ahead.launch(drafted, [emitted.tokens for emitted in self._accepted])
-        self._expects_drafts = any(map(len, trees))
         return drafted
 
     def _draftable(
