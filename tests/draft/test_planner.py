@@ -220,6 +220,21 @@ def test_free_heads_are_drafted_once_they_are_seen_to_hit() -> None:
     assert replay(text, Planner(CPU), 8, free_heads=bad).speed_up > 0.98
 
 
+def test_heads_that_cost_each_request_its_time_are_asked_for_few() -> None:
+    """A batch of sixteen: what one of them is worth asking for all together is not."""
+    text = never_repeating(400)
+    shared = replace(GPU, heads_ms=0.3)
+    by_request = replace(shared, heads_request_ms=0.3)
+    asked = []
+    for cost in (shared, by_request):
+        requests = [DraftRequest(state_after(text), None, len(text), 8) for _ in range(16)]
+        asked.append(sum(Planner(cost).wants_free_heads(requests)))
+    assert asked[0] == 16
+    assert asked[1] == 0
+    [alone] = Planner(by_request).wants_free_heads(requests[:1])
+    assert alone
+
+
 def test_an_unknown_plan_is_refused() -> None:
     with pytest.raises(ValueError, match="plan must be one of auto, paper, fixed"):
         Planner(CPU, mode="greedy")  # type: ignore[arg-type]

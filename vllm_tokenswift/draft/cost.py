@@ -29,7 +29,8 @@ class CostModel:
     draft_points: (tokens of partial KV read by the batch, ms of a draft pass for one
         request), or empty where there is none; further requests add what they add to a
         verify pass.
-    heads_ms: what a pass of free heads costs: the heads, and the LM head once more.
+    heads_ms: what a pass of free heads costs one request: the heads, and the LM head once more;
+    and heads_request_ms: each further request (0 where all share it).
     host_bound_ms: the least that a pass takes which is not one CUDA graph, because the host
         launches its attention; 0 where there are no such graphs.
     drafting_ms: what drafting from the text costs the host while the device waits
@@ -44,6 +45,7 @@ class CostModel:
     chain_context_ms_per_token: float = 0.0
     draft_points: Points = ()
     heads_ms: float = 0.0
+    heads_request_ms: float = 0.0
     host_bound_ms: float = 0.0
     drafting_ms: float = 0.0
 
@@ -60,6 +62,7 @@ class CostModel:
             "chain_ms",
             "chain_context_ms_per_token",
             "heads_ms",
+            "heads_request_ms",
             "host_bound_ms",
             "drafting_ms",
         ):
@@ -125,6 +128,10 @@ class CostModel:
             self.verify_points, 1
         )
         return _interpolate(self.draft_points, kv_tokens) + more_rows + self.drafting_ms
+
+    def heads_pass_ms(self, num_requests: int) -> float:
+        """A pass of free heads for some requests, one at least."""
+        return self.heads_ms + self.heads_request_ms * (num_requests - 1)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)

@@ -208,8 +208,11 @@ class Planner:
         passes = [
             r.heads.own_depths if r.heads is not None and not r.heads.free else 0 for r in requests
         ]
-        head_passes = max((r.heads.num_passes for r in requests if r.heads is not None), default=0)
-        return self.cost.heads_ms * head_passes + self.passes_ms(requests, passes)
+        head_passes = [r.heads.num_passes for r in requests if r.heads is not None]
+        heads_ms = (
+            self.cost.heads_pass_ms(len(head_passes)) * max(head_passes) if head_passes else 0.0
+        )
+        return heads_ms + self.passes_ms(requests, passes)
 
     @property
     def node_ms(self) -> float:
@@ -265,7 +268,7 @@ class Planner:
             num_other_tokens,
             eligible,
             [request.state.free_heads for request in requests],
-            lambda _: self.cost.heads_ms * max(r.state.head_passes for r in requests),
+            lambda num: self.cost.heads_pass_ms(num) * max(r.state.head_passes for r in requests),
             "free_heads",
             may,
         )
