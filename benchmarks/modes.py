@@ -149,11 +149,9 @@ class ModesOfAWorker:
 
     def change_mode(self, name: str) -> None:
         """From now on the engine is in this mode. To be called while no request is running."""
-        from vllm_tokenswift.engine.next_step import NextStep
-
-        mode, runner = self._modes[name], self.model_runner
+        mode = self._modes[name]
         self._set_up(mode.options, mode.heads)
-        runner.drafting, runner.next_step = mode.drafter, NextStep(runner, mode.drafter)
+        self.model_runner.draft_with(mode.drafter)
 
     def _set_up(self, options: TokenSwiftOptions, heads: DraftHeads | None) -> None:
         runner = self.model_runner

@@ -6,12 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_kit import VOCABULARY
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
-
-from vllm_tokenswift.heads.model import DraftHeads
-from vllm_tokenswift.heads.target import TargetShape
-from vllm_tokenswift.heads.writing import write_own
+from engine_kit import VOCABULARY, untrained_heads, write_heads
+from transformers import LlamaConfig, LlamaForCausalLM
 
 
 @pytest.fixture(scope="session")
@@ -37,17 +33,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def conditioned_heads(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Untrained, of half the vocabulary."""
-    config = AutoConfig.from_pretrained(tiny_model)
-    torch.manual_seed(0)
-    made = DraftHeads(
-        "conditioned",
-        3,
-        config.hidden_size,
-        config.rms_norm_eps,
-        vocabulary=torch.randperm(VOCABULARY)[: VOCABULARY // 2],
-    )
+    made = untrained_heads("conditioned", tiny_model, vocabulary_size=VOCABULARY // 2)
     for layer in made.layers:  # sharp enough that a path goes on
         torch.nn.init.normal_(layer.down.weight, std=2.0)
-    out = tmp_path_factory.mktemp("conditioned")
-    write_own(made, out, target_name="tiny", target=TargetShape.from_config(config), training={})
-    return out
+    return write_heads(made, tiny_model, tmp_path_factory.mktemp("conditioned"))

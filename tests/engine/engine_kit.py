@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,17 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+import numpy as np
 import torch
+from transformers import AutoConfig
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.distributed import cleanup_dist_env_and_memory
 
+from vllm_tokenswift.heads.model import DraftHeads
+from vllm_tokenswift.heads.target import TargetShape
+from vllm_tokenswift.heads.writing import write_own
+
+BLOCK = 32  # tokens of a KV block
 VOCABULARY = 64  # small: texts repeat themselves, and drafts are accepted
 
 
@@ -33,7 +40,7 @@ def engine(model: Path | str, **arguments: Any) -> Iterator[LLM]:
         "max_model_len": 1024,
         "enforce_eager": True,
         "max_num_seqs": 8,
-        "block_size": 32,
+        "block_size": BLOCK,
         "kv_cache_memory_bytes": 1 << 28,
         "enable_prefix_caching": False,
         "seed": 0,
@@ -73,3 +80,49 @@ def generate(
     """Token ids of every request's one completion, in the order of the prompts."""
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def cache_after_last_step(llm: LLM) -> list[Any]:
+    """Copies, at every commit, the KV of the running request: ``[layers, blocks, ...]``."""
+    runner = runner_of(llm)
+    commit = runner._bookkeeping_sync
+    copies: list[Any] = []
+
+    def copying(*args: Any, **kwargs: Any) -> Any:
+        result = commit(*args, **kwargs)
+        table = runner.input_batch.block_table[0].get_numpy_array()[0]
+        computed = int(runner.input_batch.num_tokens_no_spec[0]) - 1
+        blocks = torch.from_numpy(table[: -(-computed // BLOCK)].astype(np.int64))
+        copies[:] = [computed, torch.stack([cache[blocks] for cache in runner.kv_caches])]
+        return result
+
+    runner._bookkeeping_sync = copying
+    return copies
+
+
+def count_preemptions(llm: LLM) -> Callable[[], int]:
+    """Counts resumed requests as the runner sees them."""
+    runner = runner_of(llm)
+    resumed: list[str] = []
+    update = runner._update_states
+
+    def counting(scheduler_output: Any) -> Any:
+        resumed.extend(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
+        return update(scheduler_output)
+
+    runner._update_states = counting
+    return lambda: len(resumed)
+
+
+def untrained_heads(form: str, model: Path, vocabulary_size: int | None = None) -> DraftHeads:
+    """Three heads for a model; vocabulary_size: of the tokens they propose, None for all."""
+    config = AutoConfig.from_pretrained(model)
+    torch.manual_seed(0)
+    part = None if vocabulary_size is None else torch.randperm(VOCABULARY)[:vocabulary_size]
+    return DraftHeads(form, 3, config.hidden_size, config.rms_norm_eps, vocabulary=part)
+
+
+def write_heads(heads: DraftHeads, model: Path, out: Path) -> Path:
+    target = TargetShape.from_config(AutoConfig.from_pretrained(model))
+    write_own(heads, out, target_name="tiny", target=target, training={})
+    return out

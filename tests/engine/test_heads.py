@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from engine_kit import engine, generate, prompt_of, runner_of, tokenswift
+from engine_kit import (
+    engine,
+    generate,
+    prompt_of,
+    runner_of,
+    tokenswift,
+    untrained_heads,
+    write_heads,
+)
 from vllm import SamplingParams
-
-from vllm_tokenswift.heads.model import DraftHeads
-from vllm_tokenswift.heads.target import TargetShape
-from vllm_tokenswift.heads.writing import write_own
 
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=80, ignore_eos=True),
@@ -20,15 +23,8 @@ PARAMS = [
 @pytest.fixture(scope="module", params=["linear", "released"])
 def heads(request, tiny_model, tmp_path_factory):
     """Untrained heads: they predict what their input predicts, now and then rightly."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(tiny_model)
-    torch.manual_seed(0)
-    made = DraftHeads(request.param, 3, config.hidden_size, config.rms_norm_eps)
-    out = tmp_path_factory.mktemp(request.param)
-    target = TargetShape.from_config(config)
-    write_own(made, out, target_name="tiny", target=target, training={})
-    return out
+    made = untrained_heads(request.param, tiny_model)
+    return write_heads(made, tiny_model, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.mark.parametrize("self_draft", ["off", "always"])

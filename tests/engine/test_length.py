@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engine_kit import engine, generate, prompt_of, runner_of, tokenswift
+from engine_kit import count_preemptions, engine, generate, prompt_of, runner_of, tokenswift
 from vllm import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
@@ -84,17 +84,3 @@ def test_preempted_requests_go_on_where_they_were(tiny_model, options):
         preemptions = count_preemptions(llm)
         assert generate(llm, prompts, params) == plain
         assert preemptions(), "nobody was preempted: the test shows nothing"
-
-
-def count_preemptions(llm):
-    """Counts resumed requests as the runner sees them."""
-    runner = runner_of(llm)
-    resumed = []
-    update = runner._update_states
-
-    def counting(scheduler_output):
-        resumed.extend(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
-        return update(scheduler_output)
-
-    runner._update_states = counting
-    return lambda: len(resumed)

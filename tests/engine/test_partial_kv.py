@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from engine_kit import engine, generate, prompt_of, runner_of, tokenswift
+from engine_kit import (
+    BLOCK,
+    cache_after_last_step,
+    engine,
+    generate,
+    prompt_of,
+    runner_of,
+    tokenswift,
+)
 from transformers import LlamaForCausalLM
 from vllm import SamplingParams
 
-BLOCK = 32
 BUDGET = 8 * BLOCK
 PROMPT_TOKENS = 900  # several times the budget
 PARAMS = SamplingParams(temperature=0.5, seed=3, max_tokens=300, ignore_eos=True)
@@ -99,23 +106,6 @@ def test_a_full_table_is_the_whole_sequence(tiny_model):
         records = recorded_passes(llm)
         generate(llm, [prompt_of(PROMPT_TOKENS, seed=0)], PARAMS)
     assert all(b.shape[1] == -(-num_tokens // BLOCK) for num_tokens, b, _ in records)
-
-
-def cache_after_last_step(llm):
-    """Copies, at every commit, the KV of the running request: ``[layers, blocks, ...]``."""
-    runner = runner_of(llm)
-    commit, copies = runner._bookkeeping_sync, []
-
-    def copying(*args, **kwargs):
-        result = commit(*args, **kwargs)
-        table = runner.input_batch.block_table[0].get_numpy_array()[0]
-        computed = int(runner.input_batch.num_tokens_no_spec[0]) - 1
-        blocks = torch.from_numpy(table[: -(-computed // BLOCK)].astype(np.int64))
-        copies[:] = [computed, torch.stack([cache[blocks] for cache in runner.kv_caches])]
-        return result
-
-    runner._bookkeeping_sync = copying
-    return copies
 
 
 def test_after_verification_the_cache_is_that_of_a_fresh_prefill(tiny_model):

@@ -6,20 +6,25 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
 import pytest
-import torch
-from engine_kit import engine, generate, prompt_of, runner_of, tokenswift
+from engine_kit import (
+    BLOCK,
+    cache_after_last_step,
+    count_preemptions,
+    engine,
+    generate,
+    prompt_of,
+    runner_of,
+    tokenswift,
+    untrained_heads,
+    write_heads,
+)
 from vllm import SamplingParams
 
 from vllm_tokenswift.draft.cost import CostModel
 from vllm_tokenswift.draft.own_tokens import OwnTokens
-from vllm_tokenswift.heads.model import DraftHeads
-from vllm_tokenswift.heads.target import TargetShape
-from vllm_tokenswift.heads.writing import write_own
 from vllm_tokenswift.options import MAX_PASSES_IN_A_ROW
 
-BLOCK = 32
 GREEDY = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.6, seed=5, min_p=0.05, max_tokens=120, ignore_eos=True)
 # Sinks, the newest block and one between them: most of what is read is left out.
@@ -119,17 +124,10 @@ def test_preempted_requests_with_several_passes_go_on_where_they_were(tiny_model
         plain = generate(llm, prompts, params)
     memory = {"num_gpu_blocks_override": 15, "max_model_len": 256}
     with cheap_passes(tiny_model, options={"self_draft": "always"}, **memory) as (llm, _):
-        runner = runner_of(llm)
-        update, resumed = runner._update_states, []
-
-        def counting(scheduler_output):
-            resumed.extend(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
-            return update(scheduler_output)
-
-        runner._update_states = counting
+        preemptions = count_preemptions(llm)
         written = generate(llm, prompts, params)
-        assert resumed, "nobody was preempted: the test shows nothing"
-        assert runner.drafting.planner.decisions["self_draft_again"] > 100
+        assert preemptions(), "nobody was preempted: the test shows nothing"
+        assert runner_of(llm).drafting.planner.decisions["self_draft_again"] > 100
     assert written == plain
 
 
@@ -146,23 +144,6 @@ def test_a_pass_without_a_slot_of_its_own_is_not_run(tiny_model):
     ]
     assert all(len(of_step) == 1 for of_step in blocks)
     assert len(set.union(*blocks)) > 2
-
-
-def cache_after_last_step(llm):
-    """Copies, at every commit, the KV of the running request: ``[layers, blocks, ...]``."""
-    runner = runner_of(llm)
-    commit, copies = runner._bookkeeping_sync, []
-
-    def copying(*args, **kwargs):
-        result = commit(*args, **kwargs)
-        table = runner.input_batch.block_table[0].get_numpy_array()[0]
-        computed = int(runner.input_batch.num_tokens_no_spec[0]) - 1
-        blocks = torch.from_numpy(table[: -(-computed // BLOCK)].astype(np.int64))
-        copies[:] = [computed, torch.stack([cache[blocks] for cache in runner.kv_caches])]
-        return result
-
-    runner._bookkeeping_sync = copying
-    return copies
 
 
 def test_nothing_of_several_passes_survives_in_the_verified_cache(tiny_model):
@@ -186,17 +167,10 @@ def test_nothing_of_several_passes_survives_in_the_verified_cache(tiny_model):
 @pytest.fixture(scope="module", params=["linear", "conditioned"])
 def heads(request, tiny_model, conditioned_heads, tmp_path_factory):
     """Untrained heads: such that look at tokens, and such that do not."""
-    from transformers import AutoConfig
-
     if request.param == "conditioned":
         return conditioned_heads
-    config = AutoConfig.from_pretrained(tiny_model)
-    torch.manual_seed(0)
-    made = DraftHeads(request.param, 3, config.hidden_size, config.rms_norm_eps)
-    out = tmp_path_factory.mktemp(request.param)
-    target = TargetShape.from_config(config)
-    write_own(made, out, target_name="tiny", target=target, training={})
-    return out
+    made = untrained_heads(request.param, tiny_model)
+    return write_heads(made, tiny_model, tmp_path_factory.mktemp(request.param))
 
 
 def test_heads_go_on_below_the_last_pass_of_each_request(tiny_model, heads):

@@ -55,9 +55,6 @@ class TreeRowBuffers:
     """Owns the buffers and fills them for each step.
 
     max_num_reqs: most requests of a batch; max_num_tokens: most query rows of a step.
-
-    ``prefix_lens``: int32 ``[max_num_reqs]`` on the device, which a step of decodes lays out
-    with its inputs.
     """
 
     def __init__(self, max_num_reqs: int, max_num_tokens: int, device: torch.device) -> None:
@@ -65,10 +62,15 @@ class TreeRowBuffers:
         self._ancestors = CpuGpuBuffer(max_rows, 2, dtype=torch.int64, device=device)
         self._start_loc = CpuGpuBuffer(max_num_reqs + 1, dtype=torch.int32, device=device)
         self._prefix_lens = CpuGpuBuffer(max_num_reqs, dtype=torch.int32, device=device)
-        self.prefix_lens: torch.Tensor = self._prefix_lens.gpu
         chain = DraftTree.chain([0] * MAX_DRAFT_NODES)
         self._chain_np = pack_ancestors(chain)
         self._chain = torch.from_numpy(self._chain_np).to(device)
+
+    @property
+    def prefix_lens(self) -> torch.Tensor:
+        """int32 ``[max_num_reqs]`` on the device; a step of decodes lays them out with the rest."""
+        lens: torch.Tensor = self._prefix_lens.gpu
+        return lens
 
     def uniform_chains(self, common: CommonAttentionMetadata, width: int) -> TreeRows:
         """All requests as chains of at most ``width`` rows, by work on the device alone.

@@ -196,8 +196,7 @@ class Planner:
         if key not in self._curves:
             if len(self._curves) >= _MAX_CURVES:
                 self._curves.clear()
-            times = _TIMES_TO_BEGIN if begins else 1.0
-            curve = self.cost.step_curve_ms(num_plain, most_nodes, times)
+            curve = self.cost.step_curve_ms(num_plain, most_nodes, _times_drafting(begins))
             steps = np.diff(curve, append=np.inf)
             cheapest = np.minimum.accumulate(steps[::-1])[::-1]
             self._curves[key] = (curve, cheapest.copy())
@@ -317,13 +316,13 @@ class Planner:
         expected, step_ms = planned.expected, planned.step_ms
         without = [g.tokens(e, with_pass=False) for g, e in zip(gains, expected, strict=True)]
         extra = [
-            g.tokens(e, with_pass=True) - w if may else 0.0
-            for g, e, w, may in zip(gains, expected, without, eligible, strict=True)
+            g.tokens(e, with_pass=True) - w if possible else 0.0
+            for g, e, w, possible in zip(gains, expected, without, eligible, strict=True)
         ]
         wanted = [False] * len(requests)
         node_ms = _SELF_DRAFT_NODES * self.node_ms
-        times = _TIMES_TO_BEGIN if planned.begins else 1.0
-        host_ms = 0.0 if any(planned.counts) else times * self.cost.drafting_ms
+        drafting_ms = _times_drafting(planned.begins) * self.cost.drafting_ms
+        host_ms = 0.0 if any(planned.counts) else drafting_ms
 
         def extra_ms(count: int) -> float:
             return host_ms + source_ms(count) + node_ms * count
@@ -365,6 +364,11 @@ class Planner:
             planned = StepPlan(tuple(requests), num_other_tokens, begins, *plan)
             self._planned = planned
         return planned
+
+
+def _times_drafting(begins: bool) -> float:
+    """How often the host's time for drafts counts; begins: see :class:`StepPlan`."""
+    return _TIMES_TO_BEGIN if begins else 1.0
 
 
 def _likeliest_first(

@@ -68,9 +68,10 @@ def drafting_ms(runner: TokenSwiftRunnerMixin, drafting: Drafter) -> float:
     runner.input_batch.add_request(request)
     runner.input_batch.refresh_metadata()
     runner.start_request(_REQ_ID)
+    next_step = NextStep(runner, drafting)
     try:
         times = [
-            _step_ms(runner, NextStep(runner, drafting), text[at : at + _ACCEPTED])
+            _step_ms(runner, next_step, text[at : at + _ACCEPTED])
             for at in range(
                 _PROMPT_TOKENS, _PROMPT_TOKENS + _ACCEPTED * (_WARM_UP + _STEPS), _ACCEPTED
             )

@@ -129,8 +129,7 @@ class TokenSwiftRunnerMixin(_Runner):
         """Called once the KV cache stands and the model is compiled."""
         self.tree_attention = self._make_tree_attention()
         step_layout.warm_up()
-        self.drafting = self.make_drafter()
-        self.next_step = NextStep(self, self.drafting)
+        self.draft_with(self.make_drafter())
         if self.options.record is not None and get_tp_group().rank_in_group == 0:
             folder = Path(self.options.record)
             self.recorder = Recorder(folder, self.options, self.drafting.planner)
@@ -138,6 +137,10 @@ class TokenSwiftRunnerMixin(_Runner):
     def make_drafter(self) -> Drafter:
         """As the options say; measures costs that are not known, over the empty cache."""
         return Drafter(self, lambda drafting: drafting_ms(self, drafting))
+
+    def draft_with(self, drafter: Drafter) -> None:
+        """To be called while no request is running."""
+        self.drafting, self.next_step = drafter, NextStep(self, drafter)
 
     def forward_rows(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:
         """A pass of the target over some rows; call it inside a forward context."""
