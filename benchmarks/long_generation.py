@@ -101,9 +101,13 @@ def sampling_params(arguments: argparse.Namespace, max_tokens: int, seed: int) -
 
 
 def decode(
-    llm: Any, prompts: list[list[int]], params: list[Any], at_point: Any = None
+    llm: Any,
+    prompts: list[list[int]],
+    params: list[Any],
+    at_point: Any = None,
+    seconds: float | None = None,
 ) -> tuple[list[list[int]], list[tuple[int, float]]]:
-    """Runs the requests to their end.
+    """Runs the requests to their end, or for so many seconds.
 
     Returns their new tokens, and ``(tokens per request so far, seconds)`` at every output,
     counted from the moment at which each request had its first token.
@@ -126,6 +130,9 @@ def decode(
         timeline.append(((total - before) // len(prompts), time.perf_counter() - begin))
         if at_point is not None:
             at_point(timeline[-1])
+        if seconds is not None and timeline[-1][1] > seconds:
+            engine.abort_request([str(i) for i in range(len(prompts))])
+            break
     return produced, timeline
 
 
@@ -167,7 +174,7 @@ def generate(arguments: argparse.Namespace) -> None:
     ]
     if arguments.method == "tokenswift":
         record["points"].append({"tokens": done, "seconds": offset, "stats": stats_of(llm)})
-    produced, timeline = decode(llm, record["texts"], params, at_point)
+    produced, timeline = decode(llm, record["texts"], params, at_point, arguments.seconds)
     record["texts"] = [text + new for text, new in zip(record["texts"], produced, strict=True)]
     record["seconds"] = offset + timeline[-1][1]
     last: dict[str, Any] = {"tokens": done + timeline[-1][0], "seconds": record["seconds"]}
@@ -413,6 +420,7 @@ def main() -> None:
     command.add_argument("--prefix", type=int, default=4096)
     command.add_argument("--tokens", type=int, default=20_000)
     command.add_argument("--continue", dest="resume", type=Path)
+    command.add_argument("--seconds", type=float, help="end this part after so many, if not before")
     command.set_defaults(run=generate)
 
     command = commands.add_parser("cost", parents=[engine])
