@@ -22,9 +22,25 @@ def test_the_last_slope_goes_on() -> None:
     assert COST.verify_ms(25) == pytest.approx(34.2 + 7.5)
 
 
-def test_a_time_that_falls_is_noise() -> None:
-    noisy = CostModel(verify_points=((1, 10.0), (8, 9.0), (16, 12.0)))
-    assert noisy.verify_ms(8) == 10.0
+def test_a_pass_over_more_rows_may_take_less_time() -> None:
+    """On a CPU the matrix products of one or two rows have a slower kernel than those of four."""
+    tiled = CostModel(verify_points=((1, 15.0), (2, 16.0), (4, 13.5), (8, 17.0)))
+    assert tiled.verify_ms(3) == pytest.approx(14.75)
+    assert tiled.verify_ms(4) == 13.5
+    assert tiled.rows_ms(4, 4) == pytest.approx(3.5)
+    assert tiled.rows_ms(4, 0.5) == pytest.approx(3.5 / 8)
+    assert tiled.rows_ms(2, 2) == 0.0
+
+
+def test_beyond_the_last_point_a_pass_takes_no_less_time() -> None:
+    noisy = CostModel(verify_points=((1, 10.0), (16, 12.0), (17, 11.9)))
+    assert noisy.verify_ms(4000) == 11.9
+    assert noisy.verify_curve_ms(4000, 4001).tolist() == [11.9, 11.9]
+
+
+def test_a_draft_pass_that_reads_more_takes_no_less_time() -> None:
+    noisy = CostModel(verify_points=((1, 10.0),), draft_points=((32, 10.0), (4096, 9.9)))
+    assert noisy.draft_pass_ms(4096) == 10.0
 
 
 def test_the_curve_equals_single_questions() -> None:

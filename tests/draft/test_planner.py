@@ -221,9 +221,10 @@ def test_free_heads_are_drafted_once_they_are_seen_to_hit() -> None:
 
 
 def test_heads_that_cost_each_request_its_time_are_asked_for_few() -> None:
-    """A batch of sixteen: what one of them is worth asking for all together is not."""
+    """A batch of sixteen: what one of them is worth asking for all together is not. Their nodes
+    cost hardly anything here, which leaves the heads' own time."""
     text = never_repeating(400)
-    shared = replace(GPU, heads_ms=0.3)
+    shared = replace(GPU, verify_points=((1, 6.7), (128, 7.5)), heads_ms=0.3)
     by_request = replace(shared, heads_request_ms=0.3)
     asked = []
     for cost in (shared, by_request):
@@ -233,6 +234,70 @@ def test_heads_that_cost_each_request_its_time_are_asked_for_few() -> None:
     assert asked[1] == 0
     [alone] = Planner(by_request).wants_free_heads(requests[:1])
     assert alone
+
+
+# Passes of a model of 135 million parameters on a CPU of two cores, by rows.
+_MEASURED = ((1, 14.9), (2, 15.8), (3, 13.7), (4, 13.6), (5, 13.8), (6, 14.1), (8, 16.8), (9, 17.5))
+TILED = CostModel(verify_points=(*_MEASURED, (12, 19.5), (16, 23.1), (32, 37.0)))
+
+
+def test_a_batch_takes_no_nodes_that_cost_more_than_a_coarse_curve_says() -> None:
+    """The same machine measured at 1, 2, 3, 5, 9 and 17 rows, and its times taken to rise: of a
+    batch of four a node seems to cost a fourth of what it does."""
+    coarse = CostModel(verify_points=((1, 15.5), (2, 16.07), (5, 16.07), (9, 16.9), (17, 25.0)))
+    text = digits(1200)
+    requests = [
+        DraftRequest(state_after(text[:length]), None, length, 16)
+        for length in (900, 1000, 1100, 1200)
+    ]
+    measured, believed = (Planner(cost).plan_once(requests, 0) for cost in (TILED, coarse))
+    assert sum(measured.counts) < sum(believed.counts)
+    # The nodes between them cost the machine more time than they are worth.
+    believed_ms = TILED.verify_ms(4 + sum(believed.counts))
+    assert sum(believed.expected) / believed_ms < 0.98 * sum(measured.expected) / measured.step_ms
+
+
+def test_alone_a_request_takes_unlikely_nodes_that_make_its_pass_faster() -> None:
+    """Three rows take less time than one; the gain must still be worth an estimate."""
+    faster = CostModel(verify_points=((1, 15.0), (2, 15.8), (3, 13.7), (5, 30.0)))
+    text = [token for i in range(60) for token in (7, 8, 1000 + i)]
+    request = DraftRequest(state_after(text[:-1]), None, len(text), 16)
+    assert len(Planner(faster).plan([request])[0]) == 2
+    dearer = CostModel(verify_points=((1, 15.0), (2, 15.8), (3, 16.6), (5, 30.0)))
+    assert len(Planner(dearer).plan([request])[0]) == 0
+
+
+def test_a_source_is_charged_the_nodes_that_it_was_seen_to_bring() -> None:
+    gain = DraftState().free_heads
+    before = gain.nodes
+    for _ in range(100):
+        gain.decided(1.2, with_pass=True, break_even=0.5, nodes_without=2)
+        gain.drafted(5)
+    assert gain.nodes == pytest.approx(3.0, rel=0.05) != before
+    for _ in range(100):
+        gain.decided(1.2, with_pass=False, break_even=0.5, nodes_without=2)
+        gain.drafted(12)
+        gain.decided(1.2, with_pass=True, break_even=0.5, nodes_without=2)
+        gain.drafted(1)
+        gain.drafted(12)
+    assert gain.nodes == pytest.approx(0.0, abs=0.2)
+
+
+def test_heads_that_bring_many_nodes_are_asked_for_fewer_requests() -> None:
+    """What sixteen nodes more cost the step is known from those that were drafted before."""
+    text = never_repeating(400)
+    cost = CostModel(verify_points=((1, 10.0), (9, 10.1), (100, 100.0)), heads_ms=0.1)
+    asked = {}
+    for nodes in (0, 2):
+        states = [state_after(text) for _ in range(8)]
+        for state in states:
+            for _ in range(100):
+                state.free_heads.decided(1.0, with_pass=True, break_even=0.1, nodes_without=0)
+                state.free_heads.drafted(nodes)
+        requests = [DraftRequest(state, None, len(text), 8) for state in states]
+        asked[nodes] = sum(Planner(cost).wants_free_heads(requests))
+    assert asked[0] == 8
+    assert asked[2] < 8
 
 
 def test_an_unknown_plan_is_refused() -> None:

@@ -2,8 +2,12 @@
 
 import random
 
+import numpy as np
+
 from vllm_tokenswift.draft.candidates import HeadCandidates
+from vllm_tokenswift.draft.ngrams import NgramTable
 from vllm_tokenswift.draft.state import DraftState
+from vllm_tokenswift.draft.suffix import SuffixIndex
 from vllm_tokenswift.tree import DraftTree, Source
 
 
@@ -108,3 +112,48 @@ def test_extending_by_nothing_changes_nothing() -> None:
     before = drafted(state, 2).tokens.tolist()
     state.extend([])
     assert drafted(state, 2).tokens.tolist() == before
+
+
+def phrases(num: int) -> list[list[int]]:
+    """Of a vocabulary of 200 tokens, from twelve of them in random order."""
+    rng = random.Random(2)
+    known = [[rng.randrange(200) for _ in range(rng.randrange(1, 7))] for _ in range(12)]
+    return [rng.choice(known) for _ in range(num)]
+
+
+def test_tokens_that_came_unlooked_at_are_in_the_indexes_at_the_next_look() -> None:
+    rng = random.Random(3)
+    state, suffix, table = DraftState(), SuffixIndex(16), NgramTable()
+    looks = 0
+    for tokens in phrases(400):
+        state.extend(tokens)
+        suffix.extend(np.array(tokens, np.int32))
+        table.extend(np.array(tokens, np.int32))
+        if rng.random() < 0.3:
+            looks += state.draft(None, 8) > 0
+            num_ngrams, length = table.counts[0], state.num_tokens
+            for kept, expected in (
+                (state.table.counts, table.counts),
+                (state.table.ngrams[:num_ngrams], table.ngrams[:num_ngrams]),
+                (state.table.firsts, table.firsts),
+                (state.suffix.counts, suffix.counts),
+                (state.suffix.text[: length + 1], suffix.text[: length + 1]),
+                (state.suffix.edges, suffix.edges),
+            ):
+                np.testing.assert_array_equal(kept, expected)
+    assert looks > 80
+
+
+def test_a_text_is_continued_the_same_however_it_came() -> None:
+    one_by_one, at_once = DraftState(), DraftState()
+    text = [token for phrase in phrases(300) for token in phrase]
+    for token in text:
+        one_by_one.extend([token])
+    at_once.extend(text)
+    trees = [drafted(state, 12) for state in (one_by_one, at_once)]
+    assert len(trees[0]) > 0
+    assert trees[0].tokens.tolist() == trees[1].tokens.tolist()
+    assert trees[0].probabilities.tolist() == trees[1].probabilities.tolist()
+    for state in (one_by_one, at_once):
+        state.extend(text[-3:])
+    assert (one_by_one.cells == at_once.cells).all()

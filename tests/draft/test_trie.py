@@ -19,7 +19,7 @@ from vllm_tokenswift.draft.offers import (
     TOKEN,
 )
 from vllm_tokenswift.draft.state import DraftState
-from vllm_tokenswift.draft.trie import TAKEN_COLUMNS, take_best_first, tree_of
+from vllm_tokenswift.draft.trie import TAKEN_COLUMNS, pay_off, take_best_first, tree_of
 from vllm_tokenswift.tree import DraftTree, Source
 
 Rates = dict[tuple[int, ...], dict[int, float]]
@@ -266,3 +266,25 @@ def test_more_children_than_there_is_room_for_at_first_are_merged() -> None:
     deep: Offer = (Source.SUFFIX, {(): {7: 0.5}, (7,): dict.fromkeys(range(400), 0.002)})
     tree = grow_tree([wide, deep], 1000)
     assert set(tree_paths(tree)) == paths(wide) | paths(deep)
+
+
+# -- how many of the likeliest nodes to take ---------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_as_many_nodes_are_taken_as_pay_best_whatever_the_curve(seed: int) -> None:
+    """Also where a pass over more rows takes less time, behind nodes that do not pay."""
+    rng = np.random.default_rng(seed)
+    number, num_requests = int(rng.integers(1, 40)), int(rng.integers(1, 5))
+    chances = np.sort(rng.random(number) ** 3)[::-1].copy()
+    owners = rng.integers(0, num_requests, number)
+    curve = np.maximum(10.0 + np.cumsum(rng.normal(0.2, 1.0, number + 5)), 0.5)
+    steps = np.diff(curve, append=np.inf)
+    cheapest = np.minimum.accumulate(steps[::-1])[::-1].copy()
+    fixed_ms = float(rng.random())
+    rate, counts, tokens = pay_off(chances, owners, num_requests, curve, cheapest, fixed_ms)
+    expected = num_requests + np.concatenate(([0.0], np.cumsum(chances)))
+    rates = expected / (curve[: number + 1] + fixed_ms)
+    assert rate == pytest.approx(rates.max())
+    assert counts.sum() == rates.argmax()
+    assert tokens.sum() == pytest.approx(expected[counts.sum()])

@@ -143,6 +143,13 @@ def test_accepted_drafts_that_cost_more_than_plain_steps() -> None:
     assert lost.total_ms == pytest.approx(5.0)
 
 
+def test_rejected_rows_that_made_the_pass_faster_cost_nothing() -> None:
+    falling = CostModel(verify_points=((1, 10.0), (2, 11.0), (4, 9.0), (100, 50.0)))
+    assert regret_of(NEW, 20, falling, emitted=1, drafted=nodes(ngram=3)) == Regret()
+    lost = regret_of(NEW, 20, falling, emitted=2, drafted=nodes(ngram=3), accepted=nodes(ngram=1))
+    assert lost == Regret()
+
+
 def test_where_nothing_was_allowed_nothing_is_left_out() -> None:
     assert regret_of(LOOP * 2, 15, emitted=1, decisions=("none",)) == Regret()
 
@@ -162,7 +169,7 @@ def test_causes_are_never_negative_and_add_up_to_spent_less_oracle(
     text: list[int], mode: PlanMode
 ) -> None:
     cost = CostModel(
-        verify_points=((1, 10.0), (4, 10.5), (5, 15.0), (17, 40.0)),
+        verify_points=((1, 10.0), (2, 11.0), (4, 10.5), (5, 15.0), (17, 40.0)),
         context_ms_per_token=0.01,
         chain_ms=0.4,
         draft_points=((0, 8.0), (64, 9.0)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +21,9 @@ class CostModel:
     """Times in milliseconds.
 
     verify_points: (tokens in the batch, ms of a target pass at negligible context), at
-        least one. Made monotone (a pass over more tokens is taken to cost at least as much),
-        linear between points, and beyond the last point at the slope of the last segment.
+        least one. Linear between points, and beyond the last point at the slope of the last
+        segment, never falling there. Between points they may fall: on a CPU three to six rows
+        can take less time than one or two, for which its matrix products have another kernel.
     context_ms_per_token: what each token of context read by the batch adds.
     chain_ms: what each attention chain besides a request's main one adds, and
     chain_context_ms_per_token: per token of the prefix that it reads again. On the CPU every
@@ -53,10 +55,11 @@ class CostModel:
         if not self.verify_points:
             raise ValueError("verify_points is empty: a cost model needs at least one point")
         for name in ("verify_points", "draft_points"):
-            points = _monotone(getattr(self, name))
+            points = getattr(self, name)
             if any(not (size >= 0 and ms > 0) for size, ms in points):
                 raise ValueError(f"{name} must hold sizes >= 0 and times > 0, got {points}")
-            object.__setattr__(self, name, points)
+            object.__setattr__(self, name, _by_size(points))
+        object.__setattr__(self, "draft_points", _monotone(self.draft_points))
         for name in (
             "context_ms_per_token",
             "chain_ms",
@@ -124,10 +127,15 @@ class CostModel:
         """
         if not self.draft_points:
             raise ValueError("draft_points is empty: no draft pass was measured")
-        more_rows = _interpolate(self.verify_points, num_requests) - _interpolate(
-            self.verify_points, 1
-        )
+        more_rows = self.rows_ms(1, num_requests - 1)
         return _interpolate(self.draft_points, kv_tokens) + more_rows + self.drafting_ms
+
+    def rows_ms(self, num_tokens: int, more: float) -> float:
+        """What ``more`` rows (on average) add to a pass over ``num_tokens``, at least nothing:
+        where they would save time, it is not spent on what brings them.
+        """
+        points = self.verify_points
+        return max(0.0, _interpolate(points, num_tokens + more) - _interpolate(points, num_tokens))
 
     def heads_pass_ms(self, num_requests: int) -> float:
         """A pass of free heads for some requests, one at least."""
@@ -148,16 +156,15 @@ class CostModel:
             raise ValueError(f"not a cost model: {error}") from error
 
 
-def _monotone(points: Sequence[Sequence[float]]) -> Points:
-    """Sorted by size, times never falling (noise aside, more work takes no less time)."""
-    monotone: list[tuple[float, float]] = []
-    slowest = 0.0
-    for size, ms in sorted((float(size), float(ms)) for size, ms in points):
-        slowest = max(slowest, ms)
-        if monotone and monotone[-1][0] == size:
-            monotone.pop()
-        monotone.append((size, slowest))
-    return tuple(monotone)
+def _by_size(points: Sequence[Sequence[float]]) -> Points:
+    """Ascending; of a size that stands there twice the longest time."""
+    return tuple(dict(sorted((float(size), float(ms)) for size, ms in points)).items())
+
+
+def _monotone(points: Points) -> Points:
+    """No time below one of a smaller size: reading more takes no less, but for noise."""
+    slowest = accumulate((ms for _, ms in points), max)
+    return tuple((size, ms) for (size, _), ms in zip(points, slowest, strict=True))
 
 
 def _columns(points: Points) -> tuple[list[float], list[float]]:
@@ -168,7 +175,7 @@ def _last_slope(points: Points) -> float:
     if len(points) < 2:
         return 0.0
     (size, ms), (last_size, last_ms) = points[-2:]
-    return (last_ms - ms) / (last_size - size)
+    return max(0.0, (last_ms - ms) / (last_size - size))
 
 
 def _interpolate(points: Points, size: float) -> float:

@@ -34,8 +34,6 @@ PlanMode = Literal["auto", "paper", "fixed"]
 _MIN_PROBABILITY = 0.004
 # Expected gain below which an iteration is decoded plainly: the estimates are no better.
 _MIN_IMPROVEMENT = 1.05
-# A self-draft pass adds about this many nodes to what is verified.
-_SELF_DRAFT_NODES = 4
 # How often the host's time for drafting counts against beginning with it, where steps are launched
 # before their samples are read: in the step that drafts, in the one that finds nothing more, and
 # as often again because what is seen may be over when drafting begins. In a replay of 24,000
@@ -137,6 +135,8 @@ class Planner:
         else:
             trees = [self._plan_fixed(request) for request in requests]
         for request, tree in zip(requests, trees, strict=True):
+            request.state.self_draft.drafted(len(tree))
+            request.state.free_heads.drafted(len(tree))
             if request.limit <= 0:
                 self.decisions["none"] += 1
             else:
@@ -213,11 +213,10 @@ class Planner:
         )
         return heads_ms + self.passes_ms(requests, passes)
 
-    @property
-    def node_ms(self) -> float:
-        """What a node adds that is verified because of a self-draft pass."""
-        nodes_ms = self.cost.verify_ms(1 + _SELF_DRAFT_NODES) - self.cost.verify_ms(1)
-        return nodes_ms / _SELF_DRAFT_NODES
+    def nodes_ms(self, plan: StepPlan, more: float, besides: int = 0) -> float:
+        """What nodes (on average) add to a step that has those of its plan, and some besides."""
+        num_rows = len(plan.requests) + plan.num_other_tokens + sum(plan.counts) + besides
+        return self.cost.rows_ms(num_rows, more)
 
     def passes_ms(self, requests: Sequence[DraftRequest], passes: Sequence[int]) -> float:
         """Draft passes of a step; passes: in a row, of each request."""
@@ -320,17 +319,17 @@ class Planner:
             for g, e, w, possible in zip(gains, expected, without, eligible, strict=True)
         ]
         wanted = [False] * len(requests)
-        node_ms = _SELF_DRAFT_NODES * self.node_ms
+        num_eligible = sum(eligible)
+        nodes = sum(g.nodes for g, ok in zip(gains, eligible, strict=True) if ok) / num_eligible
         drafting_ms = _times_drafting(planned.begins) * self.cost.drafting_ms
         host_ms = 0.0 if any(planned.counts) else drafting_ms
 
         def extra_ms(count: int) -> float:
-            return host_ms + source_ms(count) + node_ms * count
+            return host_ms + source_ms(count) + self.nodes_ms(planned, nodes * count)
 
         best = best_group(extra, eligible, sum(without), step_ms, extra_ms)
         for index in best:
             wanted[index] = True
-        num_eligible = sum(eligible)
         relative_cost = extra_ms(num_eligible) / step_ms
         tokens_for_source = relative_cost * sum(without) / num_eligible
         for index, gain in enumerate(gains):
@@ -342,7 +341,12 @@ class Planner:
                 decision = f"{name}_probe"
             self.decisions[decision if may else f"no_{name}"] += 1
             baseline = without[index] - expected[index]
-            gain.decided(expected[index], wanted[index] and may, baseline + tokens_for_source)
+            gain.decided(
+                expected[index],
+                wanted[index] and may,
+                baseline + tokens_for_source,
+                planned.counts[index],
+            )
         return wanted
 
     def plan_once(

@@ -116,12 +116,14 @@ class SelfDraftPlanner:
             tokens.append(plain if end is None else max(plain, expected_tokens(end.path, own)))
             extra.append(0.0 if end is None else tokens_of_another(end, own, tree))
         passes = [0 if end is None else len(end.path.reach) for end in ends]
-        node_ms = planner.node_ms
-        step_ms = plan.step_ms + planner.passes_ms(requests, passes) + node_ms * sum(passes)
+        said = sum(passes)
+        passes_ms = planner.passes_ms(requests, passes) + planner.nodes_ms(plan, said)
 
         def pass_ms(count: int) -> float:
-            return planner.cost.draft_pass_ms(planner.budget * count, count) + node_ms * count
+            draft_ms = planner.cost.draft_pass_ms(planner.budget * count, count)
+            return draft_ms + planner.nodes_ms(plan, count, besides=said)
 
+        step_ms = plan.step_ms + passes_ms
         return best_group(extra, eligible, sum(tokens), step_ms, pass_ms)
 
     def wants_fresh_blocks(

@@ -14,6 +14,8 @@ SELF_DRAFT_PRIOR = 0.9
 # The design study's tokens per iteration with free heads and without them: 2.71 and 2.3.
 FREE_HEADS_PRIOR = 0.4
 _PRIOR_WEIGHT = 4.0
+# Nodes that are drafted because of the source, before any were.
+_NODES_PRIOR = 4.0
 # Heads bring half a token an iteration, mostly none and now and then several: a few
 # iterations say nothing about them.
 FREE_HEADS_PRIOR_WEIGHT = 24.0
@@ -30,7 +32,8 @@ class SourceGain:
     prior: tokens it is taken to add before anything was seen. prior_weight: iterations that
         this counts for.
 
-    ``asked_last``: what was decided last.
+    ``asked_last``: what was decided last. ``nodes``: drafted because of the source on average,
+    of the iterations with it.
     """
 
     def __init__(self, prior: float, prior_weight: float = _PRIOR_WEIGHT) -> None:
@@ -38,6 +41,9 @@ class SourceGain:
         self._extra = {False: [0.0] * size, True: [prior] * size}
         self._weights = {False: [_PRIOR_WEIGHT] * size, True: [prior_weight] * size}
         self.asked_last = False
+        self.nodes = _NODES_PRIOR
+        self._num_drafted = 0
+        self._nodes_without: int | None = None
         self._pending: tuple[float, bool, float] | None = None
         self._steps_since_pass = 0
         self._backoff = 1
@@ -54,14 +60,28 @@ class SourceGain:
         """
         return self._steps_since_pass >= interval * self._backoff
 
-    def decided(self, expected: float, with_pass: bool, break_even: float) -> None:
-        """Remember a decision; :meth:`observe` tells how it ended.
+    def decided(
+        self, expected: float, with_pass: bool, break_even: float, nodes_without: int
+    ) -> None:
+        """Remember a decision; :meth:`drafted` and :meth:`observe` tell how it ended.
 
-        break_even: tokens beyond ``expected`` that pay for the pass.
+        break_even: tokens beyond ``expected`` that pay for the pass. nodes_without: that the
+        plan without it has.
         """
         self.asked_last = with_pass
+        self._nodes_without = nodes_without if with_pass else None
         self._pending = (expected, with_pass, break_even)
         self._steps_since_pass = 0 if with_pass else self._steps_since_pass + 1
+
+    def drafted(self, num_nodes: int) -> None:
+        """How many nodes the tree upon the last decision has."""
+        if self._nodes_without is None:
+            return
+        more = max(0, num_nodes - self._nodes_without)
+        self._nodes_without = None
+        self._num_drafted += 1
+        weight = min(self._num_drafted + _PRIOR_WEIGHT, _MEMORY)
+        self.nodes += (more - self.nodes) / weight
 
     def observe(self, num_tokens: int) -> None:
         """The iteration decided on last emitted ``num_tokens``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -55,6 +56,7 @@ class DraftState:
         self.head_passes = 1.0
         self.last_heads: HeadCandidates | None = None
         self.num_tokens = 0
+        self._unindexed = array("i")  # the newest tokens of the text, not in the indexes yet
         self._max_match = max_match
         self._last_token = -1
         self._steps = np.empty((0, offers.STEP_COLUMNS), np.int32)
@@ -69,16 +71,28 @@ class DraftState:
     def extend(self, tokens: Sequence[int]) -> None:
         """Append committed tokens (the prompt, or what one step emitted, bonus token included).
 
-        What was offered since the last call is compared with them, and learned from.
+        What was offered since the last call is compared with them, and learned from. Where
+        nothing was, the indexes take them in when something is.
         """
         if not tokens:
             return
         further = self.own_tokens.observe(tokens)
+        self._unindexed.extend(tokens)
         if self._text_offers is not None:
             self.self_draft.observe(len(tokens) - further)
             self.free_heads.observe(len(tokens))
+            self._index_newest()
+        self.num_tokens += len(tokens)
+        self._last_token = tokens[-1]
+
+    def _index_newest(self) -> None:
+        """The indexes take in the tokens that are not in them, which what was offered before
+        them learns from."""
+        if not self._unindexed:
+            return
         suffix, table = self.suffix, self.table
-        new = np.array(tokens, np.int32)
+        new = np.array(self._unindexed, np.int32)
+        del self._unindexed[:]
         indexed, counted = commit(
             self.cells,
             self._steps,
@@ -102,8 +116,6 @@ class DraftState:
             table.extend(new[counted:])
         self._num_roots = 0
         self._text_offers = None
-        self.num_tokens += len(tokens)
-        self._last_token = tokens[-1]
 
     def draft(
         self,
@@ -164,6 +176,7 @@ class DraftState:
             self.head_passes += (heads.num_passes - self.head_passes) * _PASSES_FORGOTTEN
         if self.num_tokens == 0 or max_depth <= 0:
             return False
+        self._index_newest()
         suffix, table = self.suffix, self.table
         if self._text_offers is None or self._text_depth != max_depth:
             self._make_room(offers.most_steps(max_depth, table.n, table.k, 0))
@@ -231,6 +244,7 @@ class DraftState:
         Probabilities are the heads' and the n-grams' shares at face value; where the budget is
         smaller than the tree (the paper's has up to 101 nodes), they say what is kept.
         """
+        self._index_newest()
         table = self.table
         tokens, probabilities, below = heads.arrays
         num_steps = offers.most_steps(0, table.n, table.k, tokens.size)

@@ -46,9 +46,10 @@ class Shape:
 
 
 def single_request_shapes(max_nodes: int) -> list[Shape]:
-    """One request, with the root and more and more drafts."""
+    """One request, with the root and more and more drafts; one by one as far as a tile of the
+    matrix products, where another row can cost nothing or half a pass."""
     largest = max_nodes + 1
-    sizes = [n for n in (1, 2, 3, 5, 9, 17, 33, 65, 129) if n < largest] + [largest]
+    sizes = [n for n in (*range(1, 10), 13, 17, 25, 33, 65, 129) if n < largest] + [largest]
     return [Shape((n,), (n,)) for n in sizes]
 
 

@@ -15,7 +15,7 @@ nodes drafted, ``a`` accepted, ``C`` ms of side chains and ``H`` ms of passes an
 ``R = V(1 + d) + C + H``, and the loss is, without remainder, the sum over these causes:
 
 - *rejected*: ``V(1 + d) + C - V(1 + a)`` where ``a > 0``: rows that were verified beside
-  the accepted ones;
+  the accepted ones; nothing where the pass was faster with them;
 - *nothing accepted*: the same where ``a = 0``: drafting where plain decoding was due;
 - *passes*: ``H`` where it brought nothing accepted; where it did, what remains above the
   fastest pace of at most ``a`` drafts (the text alone, or plain decoding, was faster);
@@ -91,7 +91,7 @@ def _regret(iteration: Iteration, record: Record, offered: int) -> Regret:
     heads_ms = times.passes_ms + times.heads_ms
     heads_hit = any(iteration.accepted[source] for source in HEAD_SOURCES)
 
-    useful_ms = cost.tree_ms(accepted, 0, iteration.position)
+    useful_ms = min(cost.tree_ms(accepted, 0, iteration.position), times.verify_ms)
     idle_rows_ms = times.verify_ms - useful_ms
     idle_heads_ms = heads_ms
     if heads_hit:

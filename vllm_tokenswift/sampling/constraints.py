@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
@@ -37,8 +37,7 @@ class Rows:
     @cached_property
     def numbers(self) -> Numbers[torch.Tensor]:
         """Each parameter as float32 ``[rows]``."""
-        table = torch.tensor([state.numbers for state in self.states], dtype=torch.float32)
-        return Numbers(*table.t().contiguous().to(self.device))
+        return _columns(tuple(state.numbers for state in self.states), self.device)
 
     def where(self, uses: Callable[[RequestState], bool]) -> list[int]:
         return [row for row, state in enumerate(self.states) if uses(state)]
@@ -49,11 +48,21 @@ class Rows:
         )
 
 
+# A batch's requests stay the same for many steps, and some of them share deeper rows.
+@lru_cache(maxsize=16)
+def _columns(numbers: tuple[Numbers[float], ...], device: torch.device) -> Numbers[torch.Tensor]:
+    """To be read only: whoever asks for the same numbers gets the same tensors."""
+    table = torch.tensor(numbers, dtype=torch.float32)
+    return Numbers(*table.t().contiguous().to(device))
+
+
 def apply_constraints(logits: torch.Tensor, rows: Rows) -> None:
     """Everything that also bears on greedy requests, in place.
 
     logits: float32 ``[rows, vocab]``.
     """
+    if not any(state.is_constrained for state in rows.states):
+        return
     _apply_allowed_tokens(logits, rows)
     _apply_bad_words(logits, rows)
     _apply_min_tokens(logits, rows)

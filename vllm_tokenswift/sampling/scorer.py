@@ -196,23 +196,21 @@ class TreeScorer:
         """One token per place, int64 ``[places]``."""
         states = [walk.states[place.group] for place in places]
         rows = Rows(states, [place.path for place in places], self.device)
-        index = torch.tensor([walk.row(place) for place in places], device=self.device)
-        shaped = walk.logits.index_select(0, index).to(torch.float32)  # [places, vocab]
+        shaped = walk.logits_of(places)
         apply_constraints(shaped, rows)
+        shaped = self._shape_random(shaped, rows)
+        walk.keep_processed(places, shaped)
         greedy = rows.where(lambda state: state.greedy)
         random = rows.where(lambda state: not state.greedy)
+        if not random:
+            return Sampler.greedy_sample(shaped).long()
+        draws = [states[row].draws for row in random]
+        depths = [len(places[row].path) for row in random]
+        if not greedy:
+            return self._noise.sample(shaped, draws, depths)
         tokens = torch.empty(len(places), dtype=torch.int64, device=self.device)
-        if greedy:
-            tokens[greedy] = Sampler.greedy_sample(_take_rows(shaped, greedy)).long()
-        shaped = self._shape_random(shaped, rows)
-        if walk.processed is not None:
-            walk.processed[index] = shaped
-        if random:
-            tokens[random] = self._noise.sample(
-                _take_rows(shaped, random),
-                [states[row].draws for row in random],
-                [len(places[row].path) for row in random],
-            )
+        tokens[greedy] = Sampler.greedy_sample(shaped[greedy]).long()
+        tokens[random] = self._noise.sample(shaped[random], draws, depths)
         return tokens
 
     def _shape_random(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -235,8 +233,3 @@ def sampled_token_ids(accepted: Sequence[Accepted], device: torch.device) -> tor
     width = max([1, *(len(group.tokens) for group in accepted)])
     padded = [group.tokens + [-1] * (width - len(group.tokens)) for group in accepted]
     return torch.tensor(padded, dtype=torch.int32, device=device).reshape(-1, width)
-
-
-def _take_rows(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Those rows; the tensor itself, not a copy, where they are all."""
-    return logits if len(rows) == len(logits) else logits[rows]

@@ -75,6 +75,20 @@ class Walk:
     def row(self, place: Place) -> int:
         return self.starts[place.group] + place.node
 
+    def logits_of(self, places: Sequence[Place]) -> torch.Tensor:
+        """Float32 ``[places, vocab]``, a copy that may be overwritten."""
+        rows = [self.row(place) for place in places]
+        if rows == list(range(len(self.logits))):
+            return self.logits.to(torch.float32, copy=True)
+        index = torch.tensor(rows, device=self.logits.device)
+        return self.logits.index_select(0, index).to(torch.float32)
+
+    def keep_processed(self, places: Sequence[Place], logits: torch.Tensor) -> None:
+        """logits: float32 ``[places, vocab]``, as the constraints made them."""
+        if self.processed is not None:
+            rows = [self.row(place) for place in places]
+            self.processed[torch.tensor(rows, device=logits.device)] = logits
+
     def roots(self) -> list[Place]:
         return [Place(i, 0, []) for i, group in enumerate(self.groups) if not group.discard]
 
