@@ -4,6 +4,7 @@ import itertools
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from vllm_tokenswift.draft.candidates import HeadCandidates
@@ -11,6 +12,7 @@ from vllm_tokenswift.draft.cost import CostModel
 from vllm_tokenswift.draft.planner import DraftRequest, Planner
 from vllm_tokenswift.draft.replay import noisy_heads, replay
 from vllm_tokenswift.draft.state import DraftState
+from vllm_tokenswift.draft.trie import TAKEN_COLUMNS
 from vllm_tokenswift.tree import Source
 
 CPU = CostModel(
@@ -269,15 +271,15 @@ def test_alone_a_request_takes_unlikely_nodes_that_make_its_pass_faster() -> Non
 
 def test_a_source_is_charged_the_nodes_that_it_was_seen_to_bring() -> None:
     gain = DraftState().free_heads
-    before = gain.nodes
+    before, two = gain.nodes, np.zeros((2, TAKEN_COLUMNS), np.int32)
     for _ in range(100):
-        gain.decided(1.2, with_pass=True, break_even=0.5, nodes_without=2)
+        gain.decided(1.2, with_pass=True, to_pay=0.5, planned=two)
         gain.drafted(5)
     assert gain.nodes == pytest.approx(3.0, rel=0.05) != before
     for _ in range(100):
-        gain.decided(1.2, with_pass=False, break_even=0.5, nodes_without=2)
+        gain.decided(1.2, with_pass=False, to_pay=0.5)
         gain.drafted(12)
-        gain.decided(1.2, with_pass=True, break_even=0.5, nodes_without=2)
+        gain.decided(1.2, with_pass=True, to_pay=0.5, planned=two)
         gain.drafted(1)
         gain.drafted(12)
     assert gain.nodes == pytest.approx(0.0, abs=0.2)
@@ -292,7 +294,7 @@ def test_heads_that_bring_many_nodes_are_asked_for_fewer_requests() -> None:
         states = [state_after(text) for _ in range(8)]
         for state in states:
             for _ in range(100):
-                state.free_heads.decided(1.0, with_pass=True, break_even=0.1, nodes_without=0)
+                state.free_heads.decided(1.0, with_pass=True, to_pay=0.1)
                 state.free_heads.drafted(nodes)
         requests = [DraftRequest(state, None, len(text), 8) for state in states]
         asked[nodes] = sum(Planner(cost).wants_free_heads(requests))

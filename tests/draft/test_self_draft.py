@@ -157,7 +157,7 @@ def test_what_further_passes_bring_is_not_the_first_one_s_gain() -> None:
     for number in range(40):
         said = [50_000 + 4 * number + place for place in range(4)]
         state.draft(None, 8)
-        state.self_draft.decided(1.0, with_pass=True, break_even=0.5, nodes_without=0)
+        state.self_draft.decided(1.0, with_pass=True, to_pay=0.5)
         state.own_tokens.said(path_of(0.9, 0.8, 0.7, tokens=tuple(said[:3])))
         state.extend(said)
     assert state.self_draft.tokens(1.0, with_pass=True) == pytest.approx(2.0, abs=0.1)

@@ -23,7 +23,7 @@ from vllm_tokenswift.draft.candidates import HeadCandidates
 from vllm_tokenswift.draft.cost import CostModel
 from vllm_tokenswift.draft.foresight import Foresight
 from vllm_tokenswift.draft.gain import Floats
-from vllm_tokenswift.draft.source_gain import SourceGain
+from vllm_tokenswift.draft.source_gain import NO_NODES, SourceGain
 from vllm_tokenswift.draft.state import DraftState
 from vllm_tokenswift.draft.trie import drop_dear_branches, pay_off
 from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
@@ -340,12 +340,13 @@ class Planner:
                 wanted[index] = True
                 decision = f"{name}_probe"
             self.decisions[decision if may else f"no_{name}"] += 1
-            baseline = without[index] - expected[index]
+            asked = wanted[index] and may
+            nodes_without = requests[index].state.taken[: planned.counts[index]]
             gain.decided(
                 expected[index],
-                wanted[index] and may,
-                baseline + tokens_for_source,
-                planned.counts[index],
+                asked,
+                tokens_for_source,
+                nodes_without.copy() if asked else NO_NODES,
             )
         return wanted
 

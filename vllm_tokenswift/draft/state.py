@@ -22,7 +22,7 @@ from vllm_tokenswift.draft.source_gain import (
     SourceGain,
 )
 from vllm_tokenswift.draft.suffix import SuffixIndex
-from vllm_tokenswift.draft.trie import TAKEN_COLUMNS, take_best_first, tree_of
+from vllm_tokenswift.draft.trie import TAKEN_COLUMNS, num_followed, take_best_first, tree_of
 from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
 
 # Share of the newest in the average number of passes of the heads.
@@ -80,7 +80,9 @@ class DraftState:
         self._unindexed.extend(tokens)
         if self._text_offers is not None:
             self.self_draft.observe(len(tokens) - further)
-            self.free_heads.observe(len(tokens))
+            heads = self.free_heads
+            followed = num_followed(heads.planned, np.array(tokens, np.int32))
+            heads.observe(len(tokens), num_without=followed + 1)
             self._index_newest()
         self.num_tokens += len(tokens)
         self._last_token = tokens[-1]

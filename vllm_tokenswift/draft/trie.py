@@ -361,3 +361,19 @@ def _depth_first(
 def tree_of(taken: Ints, probabilities: Floats, count: int) -> DraftTree:
     """The first ``count`` nodes taken, depth-first, likeliest child first."""
     return DraftTree(*_depth_first(taken, probabilities, count))
+
+
+@entry
+def num_followed(taken: Ints, tokens: Ints) -> int:
+    """How many of the ``tokens``, from the first without a gap, stand on a path of the nodes.
+
+    taken: as :func:`take_best_first` gives them, children after their parents.
+    """
+    followed = node = 0
+    for child in range(1, len(taken) + 1):
+        if followed == len(tokens):
+            break
+        if taken[child - 1, _PARENT] == node and taken[child - 1, 0] == tokens[followed]:
+            node = child
+            followed += 1
+    return followed
