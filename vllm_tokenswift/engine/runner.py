@@ -358,11 +358,6 @@ class TokenSwiftRunnerMixin(_Runner):
         if self.launches_ahead and may_go_on and self.next_step.is_undrafted(groups):
             feed = self.next_step.launch_undrafted
         accepted, logprobs = self.scorer.score(logits, groups, feed)
-        if self._plan.trees:
-            nodes = {g.req_id: a.nodes for g, a in zip(groups, accepted, strict=True)}
-            self.stats.tokens_moved += self.tree_attention.commit(
-                self._plan, nodes, self.block_table()
-            )
         self.follow(self.next_step, groups, accepted, self._head_states())
         self._drafts = self._draft() if may_go_on else None
         # On the host: vLLM's bookkeeping, their one reader, wants them there.
@@ -400,11 +395,16 @@ class TokenSwiftRunnerMixin(_Runner):
         accepted: Sequence[Accepted],
         head_states: torch.Tensor,
     ) -> None:
-        """Takes in what a step emitted. The device begins to draft before the texts have it."""
+        """Takes in what a step emitted. The device begins to draft before cache and texts have it."""
         for group, emitted in zip(groups, accepted, strict=True):
             if emitted.tokens:
                 self.scorer.commit(group.req_id, emitted.tokens)
         next_step.begin(groups, accepted, head_states)
+        if self._plan.trees:
+            nodes = {g.req_id: a.nodes for g, a in zip(groups, accepted, strict=True)}
+            self.stats.tokens_moved += self.tree_attention.commit(
+                self._plan, nodes, self.block_table()
+            )
         for group, emitted in zip(groups, accepted, strict=True):
             req_id, tokens = group.req_id, emitted.tokens
             if not tokens:
