@@ -395,7 +395,7 @@ class TokenSwiftRunnerMixin(_Runner):
         accepted: Sequence[Accepted],
         head_states: torch.Tensor,
     ) -> None:
-        """Takes in what a step emitted. The device begins to draft before cache and texts have it."""
+        """Takes in what a step emitted. The device drafts before cache and texts have it."""
         for group, emitted in zip(groups, accepted, strict=True):
             if emitted.tokens:
                 self.scorer.commit(group.req_id, emitted.tokens)
