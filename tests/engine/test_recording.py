@@ -101,6 +101,29 @@ def test_a_tree_counts_with_what_was_decided_and_spent_for_it(tmp_path: Path) ->
     assert unplanned.decisions == ("none",)
 
 
+@pytest.mark.parametrize("self_draft", ["auto", "always"])
+def test_where_nothing_is_found_most_steps_are_not_looked_at_and_the_record_says_so(
+    tiny_model: Path, tmp_path: Path, self_draft: str
+) -> None:
+    """Without any source of drafts; a self-draft pass that is asked for always is always run."""
+    prompts, params = [prompt_of(20, 0), prompt_of(30, 1)], SamplingParams(max_tokens=120, **GREEDY)
+    with engine(tiny_model) as llm:
+        plain = generate(llm, prompts, params)
+    options = {"plan": "auto", "ngram_k": 0, "suffix_max_match": 0, "self_draft": self_draft}
+    with engine(tiny_model, **tokenswift(record=str(tmp_path), **options)) as llm:
+        assert generate(llm, prompts, params) == plain
+        [stats] = llm.collective_rpc("tokenswift_stats")
+    records = written(tmp_path)
+    decisions = [i.decisions for record in records for i in record.iterations]
+    rested = sum(decided == ("rested",) for decided in decisions)
+    assert stats["decisions"]["rested"] == rested
+    if self_draft == "always":
+        assert rested == 0
+    else:
+        assert rested > 80
+        assert decisions.count(("none",)) == len(records), "the last step has no room for drafts"
+
+
 def test_an_id_that_comes_again_gets_a_file_of_its_own(tmp_path: Path) -> None:
     recording, _ = recorder(tmp_path)
     for tokens in ([1], [2, 3]):

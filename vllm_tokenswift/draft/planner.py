@@ -23,6 +23,7 @@ from vllm_tokenswift.draft.candidates import HeadCandidates
 from vllm_tokenswift.draft.cost import CostModel
 from vllm_tokenswift.draft.foresight import Foresight
 from vllm_tokenswift.draft.gain import Floats
+from vllm_tokenswift.draft.rest import rests
 from vllm_tokenswift.draft.source_gain import NO_NODES, SourceGain
 from vllm_tokenswift.draft.state import DraftState
 from vllm_tokenswift.draft.trie import drop_dear_branches, pay_off
@@ -71,7 +72,7 @@ class StepPlan:
 
     begins: whether drafting was planned that only begins (:meth:`Planner.would_draft`). counts:
     nodes to draft, of those that the requests' states have taken. expected: tokens of each
-    request with its tree; step_ms: of the batch.
+    request with its tree; step_ms: of the batch, plain_ms: without drafts and what was spent.
     """
 
     requests: tuple[DraftRequest, ...]
@@ -80,6 +81,7 @@ class StepPlan:
     counts: list[int]
     expected: list[float]
     step_ms: float
+    plain_ms: float
 
     def tokens_without_pass(self) -> list[float]:
         """Tokens to count on, by what iterations without a self-draft pass came to."""
@@ -97,9 +99,10 @@ class Planner:
     every time; "fixed" drafts the likeliest nodes of all sources up to the limit every time.
 
     ``decisions`` counts plans of requests by outcome ("drafted", "plain", "none": nothing
-    allowed), the decisions on sources that cost time ("self_draft", "self_draft_probe",
-    "no_self_draft", and the same of "free_heads"; "self_draft_again": one more pass in a row),
-    and selections of blocks by reason ("select_early" by the planner, the others see
+    allowed; "rested": nothing was planned), the decisions on sources that cost time
+    ("self_draft", "self_draft_probe", "no_self_draft", and the same of "free_heads";
+    "self_draft_again": one more pass in a row), and selections of blocks by reason
+    ("select_early" by the planner, the others see
     :class:`~vllm_tokenswift.partial_kv.table.Due`).
     """
 
@@ -113,7 +116,7 @@ class Planner:
         self._planned: StepPlan | None = None
         self.decisions: dict[str, int] = dict.fromkeys(
             (
-                *("drafted", "plain", "none"),
+                *("drafted", "plain", "none", "rested"),
                 *("self_draft", "self_draft_probe", "no_self_draft", "self_draft_again"),
                 *("free_heads", "free_heads_probe", "no_free_heads"),
                 *("select_first", "select_used_up", "select_interval", "select_early"),
@@ -129,9 +132,11 @@ class Planner:
         what it planned is used.
         """
         if self.mode == "auto":
-            counts = self.plan_once(requests, num_other_tokens).counts
-            trees = [r.state.tree(count) for r, count in zip(requests, counts, strict=True)]
+            plan = self.plan_once(requests, num_other_tokens)
+            trees = [r.state.tree(count) for r, count in zip(requests, plan.counts, strict=True)]
             self._planned = None
+            for request in requests:  # all wait for the drafts of each
+                request.state.rest.looked(plan.plain_ms, plan.step_ms - plan.plain_ms)
         else:
             trees = [self._plan_fixed(request) for request in requests]
         for request, tree in zip(requests, trees, strict=True):
@@ -142,6 +147,18 @@ class Planner:
             else:
                 self.decisions["drafted" if len(tree) else "plain"] += 1
         return trees
+
+    def rest(self, states: Sequence[DraftState]) -> bool:
+        """Whether this step goes by without a look at any of these requests (``rest.py``).
+
+        To be asked only where a look takes time from the step; what is answered is counted.
+        """
+        if self.mode != "auto" or not rests([state.rest for state in states]):
+            return False
+        for state in states:
+            state.rest.skipped()
+        self.decisions["rested"] += len(states)
+        return True
 
     def _plan_fixed(self, request: DraftRequest) -> DraftTree:
         if request.limit <= 0:
@@ -154,8 +171,8 @@ class Planner:
 
     def _plan_auto(
         self, requests: Sequence[DraftRequest], num_other_tokens: int, begins: bool
-    ) -> tuple[list[int], list[float], float]:
-        """Nodes and expected tokens of each request, and the step's expected milliseconds."""
+    ) -> tuple[list[int], list[float], float, float]:
+        """What a :class:`StepPlan` holds, from ``counts`` on."""
         limits = [max(request.limit, 0) for request in requests]
         states = [request.state for request in requests]
         offered = [
@@ -167,15 +184,16 @@ class Planner:
         num_plain = len(requests) + num_other_tokens
         curve_ms, cheapest_ms = self._curve(num_plain, sum(limits), begins)
         context_tokens = sum(request.context_len for request in requests)
-        fixed_ms = float(self.cost.context_ms(context_tokens) + self._spent_ms(requests))
+        spent_ms = self._spent_ms(requests)
+        fixed_ms = float(self.cost.context_ms(context_tokens) + spent_ms)
 
         best_rate, per_request, expected = pay_off(
             *_likeliest_first(states, offered), len(requests), curve_ms, cheapest_ms, fixed_ms
         )
         counts, tokens = per_request.tolist(), expected.tolist()
         best = sum(counts)
-        plain_ms = float(curve_ms[0])
-        node_ms = (float(curve_ms[best]) - plain_ms) / best if best else 0.0
+        undrafted_ms = float(curve_ms[0]) + fixed_ms
+        node_ms = float(curve_ms[best] - curve_ms[0]) / best if best else 0.0
         step_ms = float(curve_ms[best]) + fixed_ms
         for index, (request, state) in enumerate(zip(requests, states, strict=True)):
             chain_ms = float(self.cost.chain_cost_ms(request.context_len))
@@ -185,10 +203,10 @@ class Planner:
                 )
                 tokens[index] -= lost
                 step_ms += saved_ms
-        plain_rate = len(requests) / (plain_ms + fixed_ms)
-        if sum(tokens) / step_ms < plain_rate * _MIN_IMPROVEMENT:
-            return [0] * len(requests), [1.0] * len(requests), plain_ms + fixed_ms
-        return counts, tokens, step_ms
+        plain_ms = undrafted_ms - spent_ms
+        if sum(tokens) / step_ms < len(requests) / undrafted_ms * _MIN_IMPROVEMENT:
+            return [0] * len(requests), [1.0] * len(requests), undrafted_ms, plain_ms
+        return counts, tokens, step_ms, plain_ms
 
     def _curve(self, num_plain: int, most_nodes: int, begins: bool) -> tuple[Floats, Floats]:
         """By number of nodes: the step's ms, and the least that any further node adds."""

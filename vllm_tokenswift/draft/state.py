@@ -15,6 +15,7 @@ from vllm_tokenswift.draft.gain import new_cells
 from vllm_tokenswift.draft.ngrams import NgramTable
 from vllm_tokenswift.draft.noise import NO_NOISE, Keys
 from vllm_tokenswift.draft.own_tokens import OwnTokens
+from vllm_tokenswift.draft.rest import Rest
 from vllm_tokenswift.draft.source_gain import (
     FREE_HEADS_PRIOR,
     FREE_HEADS_PRIOR_WEIGHT,
@@ -53,6 +54,7 @@ class DraftState:
         self.self_draft = SourceGain(SELF_DRAFT_PRIOR)
         self.own_tokens = OwnTokens()
         self.free_heads = SourceGain(FREE_HEADS_PRIOR, FREE_HEADS_PRIOR_WEIGHT)
+        self.rest = Rest()
         self.head_passes = 1.0
         self.last_heads: HeadCandidates | None = None
         self.num_tokens = 0
@@ -83,6 +85,7 @@ class DraftState:
             heads = self.free_heads
             followed = num_followed(heads.planned, np.array(tokens, np.int32))
             heads.observe(len(tokens), num_without=followed + 1)
+            self.rest.observe(len(tokens))
             self._index_newest()
         self.num_tokens += len(tokens)
         self._last_token = tokens[-1]

@@ -103,6 +103,14 @@ class Drafter:
             rows = self._rows_of([requests[i] for i in likely], hidden_states)
             self.head_drafts.launch_free([self._asked[i] for i in likely], rows)
 
+    def rests(self, states: Sequence[RequestState]) -> bool:
+        """Whether a step goes by without :meth:`begin` and :meth:`draft` for these requests.
+
+        Where passes are launched ahead no step waits for a look.
+        """
+        may_rest = not self.runner.launches_ahead and self.options.self_draft != "always"
+        return may_rest and self.planner.rest([state.draft for state in states])
+
     def would_draft(self, requests: Sequence[DraftRequest], num_undrafted: int) -> bool:
         """Whether any of these would be drafted for now; their next pass runs, without drafts.
 

@@ -4,7 +4,8 @@ Two ways. Ordinarily the host reads what was accepted, drafts, and launches the 
 verifies the drafts. Once nothing was worth drafting, it does not wait: the next pass, without
 drafts, takes the sampled tokens where they lie on the device and is launched before
 the host has read them, as plain vLLM's asynchronous scheduling does; the host then only looks
-whether drafting would pay again, for the step after that one.
+whether drafting would pay again, for the step after that one. Where passes are not launched
+ahead every look takes time from the step, and most steps then go by without one (``rest.py``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_tokenswift.engine.drafting import Drafter, DraftRequest
+from vllm_tokenswift.engine.requests import RequestState
 from vllm_tokenswift.sampling.walk import Accepted, RowGroup
 from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
 
@@ -30,6 +32,7 @@ class NextStep:
         self.drafting = drafting
         self._expects_drafts = True
         self._is_launched = False
+        self._rested: list[str] = []  # requests that nobody looks at in this step
         self._requests: list[DraftRequest] = []
         self._accepted: Sequence[Accepted] = ()
 
@@ -59,7 +62,15 @@ class NextStep:
         groups, accepted: by batch row, what was verified and emitted. hidden_states: ``[query
         rows, hidden]``, in the form that the heads read.
         """
-        self._requests = self._draftable(groups, accepted)
+        rows = self._may_draft(groups, accepted)
+        rests = bool(rows) and self.drafting.rests([state for _, state, _ in rows])
+        self._rested = [groups[row].req_id for row, _, _ in rows] if rests else []
+        if rests:
+            return
+        self._requests = [
+            self._request(row, groups[row], accepted[row], state, max_nodes)
+            for row, state, max_nodes in rows
+        ]
         self._accepted, self._hidden_states = accepted, hidden_states
         if not self._is_launched:
             self.drafting.begin(self._requests, hidden_states)
@@ -67,6 +78,10 @@ class NextStep:
     def draft(self) -> dict[str, DraftTree]:
         """The trees of the next step, by request; a request without drafts may be absent."""
         runner, requests = self.runner, self._requests
+        if self._rested:
+            if runner.recorder is not None:
+                runner.recorder.rested(self._rested)
+            return {}
         num_others = len(self._accepted) - len(requests)
         is_launched, self._is_launched = self._is_launched, False
         if is_launched:
@@ -85,32 +100,34 @@ class NextStep:
             runner.ahead.launch(drafted, [emitted.tokens for emitted in self._accepted])
         return drafted
 
-    def _draftable(
+    def _may_draft(
         self, groups: Sequence[RowGroup], accepted: Sequence[Accepted]
-    ) -> list[DraftRequest]:
-        runner = self.runner
-        block_table, query_stops = runner.block_table(), runner.query_start_loc.np[1:]
-        requests: list[DraftRequest] = []
-        for batch_row, (group, emitted) in enumerate(zip(groups, accepted, strict=True)):
-            state = runner.request_states[group.req_id]
+    ) -> list[tuple[int, RequestState, int]]:
+        """Who may be drafted for: batch row, state, and how many nodes there is room for."""
+        states, most = self.runner.request_states, self.runner.num_spec_tokens
+        rows: list[tuple[int, RequestState, int]] = []
+        for row, (group, emitted) in enumerate(zip(groups, accepted, strict=True)):
+            state = states[group.req_id]
             if not emitted.tokens or not state.speculate:
                 continue
-            num_tokens = state.draft.num_tokens + len(emitted.tokens)
             # One token more than the drafts is emitted, and all must fit.
-            room = state.max_tokens - num_tokens - 1
-            if room <= 0:
-                continue
-            root_row = int(query_stops[batch_row]) - len(group.tree) - 1
-            requests.append(
-                DraftRequest(
-                    req_id=group.req_id,
-                    state=state,
-                    bonus_token=emitted.tokens[-1],
-                    num_tokens=num_tokens,
-                    blocks=block_table[batch_row],
-                    hidden_row=root_row + (emitted.nodes[-1] if emitted.nodes else 0),
-                    max_nodes=min(room, runner.num_spec_tokens),
-                    foresight=self.drafting.foresight(group.req_id),
-                )
-            )
-        return requests
+            room = state.max_tokens - state.draft.num_tokens - len(emitted.tokens) - 1
+            if room > 0:
+                rows.append((row, state, min(room, most)))
+        return rows
+
+    def _request(
+        self, row: int, group: RowGroup, emitted: Accepted, state: RequestState, max_nodes: int
+    ) -> DraftRequest:
+        runner = self.runner
+        root_row = int(runner.query_start_loc.np[row + 1]) - len(group.tree) - 1
+        return DraftRequest(
+            req_id=group.req_id,
+            state=state,
+            bonus_token=emitted.tokens[-1],
+            num_tokens=state.draft.num_tokens + len(emitted.tokens),
+            blocks=runner.block_table()[row],
+            hidden_row=root_row + (emitted.nodes[-1] if emitted.nodes else 0),
+            max_nodes=max_nodes,
+            foresight=self.drafting.foresight(group.req_id),
+        )

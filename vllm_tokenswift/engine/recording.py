@@ -80,6 +80,11 @@ class Recorder:
                 )
             self._running[req_id].drafted = drafted
 
+    def rested(self, req_ids: Sequence[str]) -> None:
+        """A step has looked for drafts of none of these requests, though it might have."""
+        for req_id in req_ids:
+            self._running[req_id].drafted = _Drafted(("rested",))
+
     def iteration(
         self,
         req_id: str,
