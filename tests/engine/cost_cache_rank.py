@@ -1,7 +1,8 @@
 """One tensor-parallel rank of two: ``RANK PORT OUT`` (see test_cost_cache.py).
 
-Each rank is given a home and measures costs of its own, others every time. It asks twice, as
-an engine that starts twice; what it would plan with goes to OUT, a line each time.
+Each rank is given a home and measures costs of its own, others every time. It asks three times,
+as an engine that starts three times; what it would plan with goes to OUT, a line each time. The
+second time rank 1 alone finds a plain pass faster than its cost says, the third time rank 0.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ def agree(rank: int, port: str) -> list[CostModel]:
             2, rank, f"tcp://127.0.0.1:{port}", local_rank=rank, backend="gloo"
         )
         initialize_model_parallel(2)
-        return [measured_once(KEY, partial(measure, ms)) for ms in (10.0, 20.0)]
+        starts = ((10.0, None), (20.0, 1), (30.0, 0))
+        return [
+            measured_once(
+                KEY, partial(measure, ms), lambda is_fast=rank == fast: 1.0 if is_fast else 9.0
+            )
+            for ms, fast in starts
+        ]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,13 +136,14 @@ def test_two_ranks_plan_with_what_the_first_one_measured_or_had_kept(
     planned_with = [
         CostModel.from_json(line) for out in outs for line in out.read_text().splitlines()
     ]
-    assert planned_with == [CostModel(((1, 10.0),))] * 4
-    assert read_cost(KEY) == planned_with[0]
+    of_a_rank = [CostModel(((1, ms),)) for ms in (10.0, 10.0, 30.0)]
+    assert planned_with == of_a_rank * 2
+    assert read_cost(KEY) == of_a_rank[-1]
     assert not homes[1].exists()
 
 
 @pytest.mark.engine
-def test_an_engine_that_starts_again_plans_with_the_kept_curve(
+def test_an_engine_that_starts_again_plans_with_the_kept_curve_unless_it_was_a_busy_machine_s(
     home: Path, tiny_model: Path
 ) -> None:
     with engine(tiny_model, **tokenswift()) as llm:
@@ -149,6 +151,12 @@ def test_an_engine_that_starts_again_plans_with_the_kept_curve(
     [path] = cost_folder().iterdir()
     kept = json.loads(path.read_text())
     assert CostModel.from_json(json.dumps(kept["cost"])) == measured
-    write_cost(kept["key"], COST)
-    with engine(tiny_model, **tokenswift()) as llm:
-        assert runner_of(llm).drafting.planner.cost == COST
+    plain_ms = measured.verify_ms(1)
+    of_a_quiet_machine = replace(COST, verify_points=((1, plain_ms / 10),))
+    of_a_busy_one = replace(COST, verify_points=((1, plain_ms * 10),))
+    for written in (of_a_quiet_machine, of_a_busy_one):
+        write_cost(kept["key"], written)
+        with engine(tiny_model, **tokenswift()) as llm:
+            planned_with = runner_of(llm).drafting.planner.cost
+        assert (planned_with == written) is (written == of_a_quiet_machine)
+    assert read_cost(kept["key"]) == planned_with

@@ -1,11 +1,12 @@
 """Keeps measured cost curves, so that an engine that starts again need not measure.
 
 One JSON file for each model shape, machine and configuration, in ``cost_folder()``:
-``{"key": what it was measured for, "cost": the CostModel}``. A file is used as it is, however
-old: the key holds everything known to change the times, this package's source included. What
-it cannot hold is what else the machine was doing; a curve measured while it was busy is
-measured again once its file is deleted. A file that is broken, or written for another key, is
-replaced.
+``{"key": what it was measured for, "cost": the CostModel}``. A file is used however old it is:
+the key holds everything known to change the times, this package's source included. What it
+cannot hold is what else the machine was doing. So a plain pass is timed at every start: where it
+takes much less time than the curve says, the curve is one of a busy machine, and is measured
+again; where it takes more, the machine is busy now, and the curve stays. A file that is broken,
+or written for another key, is replaced.
 
 Rank 0 alone reads and writes; all ranks get what it read, or measure together.
 """
@@ -38,6 +39,9 @@ Key = Mapping[str, Any]
 """What a curve was measured for, in plain JSON values."""
 
 _CPU_INFO = Path("/proc/cpuinfo")
+# Than a plain pass is now: a kept curve that was measured on a busy machine. Quiet ones differ by
+# a tenth.
+_TIMES_SLOWER = 1.4
 
 logger = init_logger(__name__)
 
@@ -57,19 +61,33 @@ def cached_cost(
     return measured_once(
         cost_key(runner.vllm_config, curve, runner.drafter.heads, shapes, contexts),
         lambda: completed(curve.measure(shapes, *contexts)),
+        lambda: curve.plain_ms(shapes, contexts[0]),
     )
 
 
-def measured_once(key: Key, measure: Callable[[], CostModel]) -> CostModel:
+def measured_once(
+    key: Key, measure: Callable[[], CostModel], plain_ms: Callable[[], float]
+) -> CostModel:
     """The cost model kept for ``key``; else what rank 0 measured and keeps now.
 
     measure: called on all ranks together, which then plan with rank 0's result: decisions
-    taken from each rank's own clock would differ between ranks and hang them.
+    taken from each rank's own clock would differ between ranks and hang them. plain_ms: the same,
+    what a plain pass takes now.
 
     A folder that cannot be read or written costs a warning and the measurement.
     """
     is_first = get_tp_group().rank_in_group == 0
     cost = _from_rank_0(read_cost(key) if is_first else None)
+    if cost is not None:
+        now_ms, kept_ms = plain_ms(), cost.verify_ms(1)
+        was_busy = now_ms * _TIMES_SLOWER < kept_ms
+        if was_busy and is_first:
+            logger.info(
+                "A plain pass takes %.2f ms, and by the costs kept in %s %.2f ms: they were "
+                "measured on a busy machine, and are measured again",
+                *(now_ms, cost_path(key), kept_ms),
+            )
+        cost = _from_rank_0(None if was_busy else cost)
     if cost is None:
         cost = _from_rank_0(measure())
         assert cost is not None

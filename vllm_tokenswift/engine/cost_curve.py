@@ -121,6 +121,11 @@ class CostCurve:
             verify, context, chain_short, chain_context, draft, heads_ms, host_bound_ms
         )
 
+    def plain_ms(self, shapes: Sequence[Shape], short: int) -> float:
+        """A plain decode as :meth:`measure` times it, which it takes the first shape for."""
+        works = {"plain": self._target_pass(shapes[0].query_lens, short)}
+        return median(self._rounds(works)["plain"])
+
     def contexts(
         self, shapes: Sequence[Shape], num_blocks: int, max_model_len: int
     ) -> tuple[int, int]:
