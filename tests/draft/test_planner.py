@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from vllm_tokenswift.draft.best_group import best_group
 from vllm_tokenswift.draft.candidates import HeadCandidates
 from vllm_tokenswift.draft.cost import CostModel
 from vllm_tokenswift.draft.planner import DraftRequest, Planner
@@ -300,6 +301,30 @@ def test_heads_that_bring_many_nodes_are_asked_for_fewer_requests() -> None:
         asked[nodes] = sum(Planner(cost).wants_free_heads(requests))
     assert asked[0] == 8
     assert asked[2] < 8
+
+
+def test_one_request_s_drafts_do_not_fill_the_step_of_all_where_rows_cost_time() -> None:
+    """A request that repeats itself would take what is best for it alone, and three others
+    would wait for it: together they draft less, and the step stays within a third of a plain one.
+    """
+    cost = CostModel(verify_points=((1, 13.6), (5, 13.8), (9, 17.5), (17, 24.0), (33, 37.0)))
+    looping = DraftRequest(state_after(loop(400)), None, 400, 24)
+    [alone] = Planner(cost).plan([looping])
+    others = [DraftRequest(state_after(never_repeating(400)), None, 400, 24) for _ in range(3)]
+    planner = Planner(cost)
+    trees = planner.plan([DraftRequest(looping.state, None, 400, 24), *others])
+    assert [len(tree) for tree in trees[1:]] == [0, 0, 0]
+    assert 0 < len(trees[0]) < len(alone)
+    assert cost.verify_ms(4 + len(trees[0])) < cost.verify_ms(4) * 4 / 3
+
+
+def test_a_source_is_asked_where_all_requests_together_become_faster() -> None:
+    """Four tokens more for one of two requests, by twice the time: both are as fast as before in
+    the sum of their tokens, but the other is half as fast."""
+    assert best_group([4.0, 0.0], [True, False], [1.0, 1.0], 10.0, lambda _: 15.0) == []
+    assert best_group([4.0, 0.0], [True, False], [1.0, 1.0], 10.0, lambda _: 10.0) == [0]
+    assert best_group([1.0, 3.0], [True, True], [4.0, 4.0], 10.0, lambda n: 2.0 * n) == [1]
+    assert best_group([1.0, 3.0], [True, True], [1.0, 4.0], 10.0, lambda n: 2.0 * n) == [0, 1]
 
 
 def test_an_unknown_plan_is_refused() -> None:

@@ -1,9 +1,12 @@
 """How much to draft, for every request of a batch at once.
 
-The planner maximises expected tokens per millisecond of the batch's step. Nodes are taken
-over all requests in order of their path probability, the only order in which a given number
-of nodes can bring the most; how many to take is then one walk along the measured cost curve.
-Taking none is plain decoding.
+The planner maximises the speed of the batch's requests: the expected tokens of each over the
+milliseconds of the step that they share, in the geometric mean. With one request that is
+tokens per millisecond. With several their sum would let one that repeats itself fill the step
+with its drafts while the others wait: where rows cost time that is slower for them than plain
+decoding. Nodes are taken over all requests in the order in which a given number of them can
+bring the most; how many to take is then one walk along the measured cost curve. Taking none is
+plain decoding.
 
 Every decision follows from the requests' token histories and the shared cost model: no
 clock, no randomness, the same on every rank.
@@ -13,10 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import log
 from typing import Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from vllm_tokenswift.draft.best_group import best_group
 from vllm_tokenswift.draft.candidates import HeadCandidates
@@ -43,7 +46,6 @@ _MIN_IMPROVEMENT = 1.05
 _TIMES_TO_BEGIN = 4.0
 # Share of the time that may go into self-draft passes which only ask whether they pay again.
 _PROBE_SHARE = 0.01
-_NOBODY = np.zeros(0, np.int64)
 # Curves kept by (tokens, nodes) of a step; a batch of changing size needs a few hundred.
 _MAX_CURVES = 1024
 
@@ -187,24 +189,30 @@ class Planner:
         spent_ms = self._spent_ms(requests)
         fixed_ms = float(self.cost.context_ms(context_tokens) + spent_ms)
 
-        best_rate, per_request, expected = pay_off(
-            *_likeliest_first(states, offered), len(requests), curve_ms, cheapest_ms, fixed_ms
+        each = [state.probabilities[:count] for state, count in zip(states, offered, strict=True)]
+        per_request, expected = pay_off(
+            each[0] if len(each) == 1 else np.concatenate(each),
+            np.array(offered),
+            *(curve_ms, cheapest_ms, fixed_ms),
         )
         counts, tokens = per_request.tolist(), expected.tolist()
         best = sum(counts)
         undrafted_ms = float(curve_ms[0]) + fixed_ms
         node_ms = float(curve_ms[best] - curve_ms[0]) / best if best else 0.0
         step_ms = float(curve_ms[best]) + fixed_ms
+        ms_worth = len(requests) / step_ms
         for index, (request, state) in enumerate(zip(requests, states, strict=True)):
             chain_ms = float(self.cost.chain_cost_ms(request.context_len))
             if chain_ms > 0 and counts[index]:
                 lost, saved_ms = drop_dear_branches(
-                    state.taken, state.probabilities, counts[index], best_rate, node_ms, chain_ms
+                    *(state.taken, state.probabilities, counts[index]),
+                    *(ms_worth * tokens[index], node_ms, chain_ms),
                 )
                 tokens[index] -= lost
                 step_ms += saved_ms
         plain_ms = undrafted_ms - spent_ms
-        if sum(tokens) / step_ms < len(requests) / undrafted_ms * _MIN_IMPROVEMENT:
+        faster = sum(map(log, tokens)) / len(requests) - log(step_ms / undrafted_ms)
+        if faster < log(_MIN_IMPROVEMENT):
             return [0] * len(requests), [1.0] * len(requests), undrafted_ms, plain_ms
         return counts, tokens, step_ms, plain_ms
 
@@ -345,11 +353,12 @@ class Planner:
         def extra_ms(count: int) -> float:
             return host_ms + source_ms(count) + self.nodes_ms(planned, nodes * count)
 
-        best = best_group(extra, eligible, sum(without), step_ms, extra_ms)
+        best = best_group(extra, eligible, without, step_ms, extra_ms)
         for index in best:
             wanted[index] = True
         relative_cost = extra_ms(num_eligible) / step_ms
-        tokens_for_source = relative_cost * sum(without) / num_eligible
+        # What each of them has to gain so that the others' loss is made up for.
+        gain_for_source = relative_cost * len(requests) / num_eligible
         for index, gain in enumerate(gains):
             if not eligible[index]:
                 continue
@@ -363,7 +372,7 @@ class Planner:
             gain.decided(
                 expected[index],
                 asked,
-                tokens_for_source,
+                gain_for_source * without[index],
                 nodes_without.copy() if asked else NO_NODES,
             )
         return wanted
@@ -392,16 +401,3 @@ class Planner:
 def _times_drafting(begins: bool) -> float:
     """How often the host's time for drafts counts; begins: see :class:`StepPlan`."""
     return _TIMES_TO_BEGIN if begins else 1.0
-
-
-def _likeliest_first(
-    states: Sequence[DraftState], counts: Sequence[int]
-) -> tuple[Floats, npt.NDArray[np.int64]]:
-    """Path probabilities of the nodes that the states have taken, falling; and whose they are
-    (left out for one state)."""
-    each = [state.probabilities[:count] for state, count in zip(states, counts, strict=True)]
-    if len(each) == 1:
-        return each[0], _NOBODY
-    together = np.concatenate(each)
-    order = np.argsort(-together, kind="stable")
-    return together[order], np.repeat(np.arange(len(states)), counts)[order]

@@ -124,7 +124,7 @@ class SelfDraftPlanner:
             return draft_ms + planner.nodes_ms(plan, count, besides=said)
 
         step_ms = plan.step_ms + passes_ms
-        return best_group(extra, eligible, sum(tokens), step_ms, pass_ms)
+        return best_group(extra, eligible, tokens, step_ms, pass_ms)
 
     def wants_fresh_blocks(
         self,

@@ -7,6 +7,8 @@ nodes that are wanted, not the number of paths that are offered.
 
 from __future__ import annotations
 
+from math import log
+
 import numpy as np
 import numpy.typing as npt
 
@@ -249,39 +251,59 @@ def take_best_first(
 @entry
 def pay_off(
     probabilities: Floats,
-    owners: npt.NDArray[np.int64],
-    num_requests: int,
+    offered: npt.NDArray[np.int64],
     curve_ms: Floats,
     cheapest_ms: Floats,
     fixed_ms: float,
-) -> tuple[float, npt.NDArray[np.int64], Floats]:
-    """How many of the likeliest nodes to take.
+) -> tuple[npt.NDArray[np.int64], Floats]:
+    """How many of each request's likeliest nodes to take, for the most speed (``planner.py``).
 
-    probabilities: falling, of all requests together; owners: whose node each is (one request may
-    leave them out). curve_ms: of the verify pass, by number of nodes; cheapest_ms: the least that
-    any further node adds to it; fixed_ms: of the step besides.
+    probabilities: of all requests' nodes, one request after another, falling in each. offered:
+    how many each has. curve_ms: of the verify pass, by number of nodes; cheapest_ms: the least
+    that any further node adds to it; fixed_ms: of the step besides.
 
-    Returns the tokens per ms that the step then makes; and by request the nodes, and the tokens
-    that it is expected to emit.
+    Returns by request the nodes, and the tokens that it is expected to emit.
+
+    A node that comes with chance p multiplies its request's tokens t by 1 + p / t: of any number
+    of nodes the best are those taken by falling p / t.
     """
-    expected = float(num_requests)
-    best_rate = expected / (curve_ms[0] + fixed_ms)
+    num_requests = len(offered)
+    ends = np.cumsum(offered)
+    upcoming = ends - offered
+    growing = np.ones(num_requests)
+    owners = np.empty(len(probabilities), np.int64)
+    speed = -num_requests * log(curve_ms[0] + fixed_ms)  # the sum of the requests' logarithms
+    best_speed = speed
+    sum_of_logs = 0.0
     best = 0
     for index in range(len(probabilities)):
-        probability = probabilities[index]
-        expected += probability
-        rate = expected / (curve_ms[index + 1] + fixed_ms)
-        if rate > best_rate:
-            best_rate, best = rate, index + 1
-        elif probability <= best_rate * cheapest_ms[index + 1]:
-            break  # no number of nodes this likely can catch up
+        chosen = -1
+        most = 0.0
+        for request in range(num_requests):
+            if upcoming[request] < ends[request]:
+                ratio = probabilities[upcoming[request]] / growing[request]
+                if ratio > most:
+                    chosen, most = request, ratio
+        if chosen < 0:
+            break
+        step_ms = curve_ms[index] + fixed_ms
+        if most * step_ms <= num_requests * cheapest_ms[index]:
+            break  # m more multiply tokens by up to (1 + m most / n)^n, and time by as much
+        growing[chosen] += probabilities[upcoming[chosen]]
+        upcoming[chosen] += 1
+        owners[index] = chosen
+        sum_of_logs += log(1.0 + most)
+        speed = sum_of_logs - num_requests * log(curve_ms[index + 1] + fixed_ms)
+        if speed > best_speed:
+            best_speed, best = speed, index + 1
     counts = np.zeros(num_requests, np.int64)
     tokens = np.ones(num_requests)
+    first = ends - offered
     for index in range(best):
-        owner = owners[index] if num_requests > 1 else 0
+        owner = owners[index]
+        tokens[owner] += probabilities[first[owner] + counts[owner]]
         counts[owner] += 1
-        tokens[owner] += probabilities[index]
-    return best_rate, counts, tokens
+    return counts, tokens
 
 
 @entry
@@ -295,9 +317,9 @@ def drop_dear_branches(
 ) -> tuple[float, float]:
     """Marks side branches, of the first ``count`` nodes, that bring less than their own chain.
 
-    rate: tokens per ms that time is worth. Where such a branch begins, the parent becomes -1.
-    Returns the expected tokens lost with them, and the change in ms (chains kept less nodes
-    saved).
+    rate: tokens of this request that a ms is worth. Where such a branch begins, the parent
+    becomes -1. Returns the expected tokens lost with them, and the change in ms (chains kept less
+    nodes saved).
     """
     tokens = np.zeros(count + 1)  # of the subtree as kept, by node
     nodes = np.ones(count + 1, np.int32)
