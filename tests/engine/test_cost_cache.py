@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,6 +143,22 @@ def test_two_ranks_plan_with_what_the_first_one_measured_or_had_kept(
     assert planned_with == of_a_rank * 2
     assert read_cost(KEY) == of_a_rank[-1]
     assert not homes[1].exists()
+
+
+def test_a_machine_that_does_something_else_half_of_the_time_is_measured_as_if_it_did_not() -> None:
+    """A pass takes a millisecond a row, and every other one ten besides."""
+    attention: Any = SimpleNamespace(block_size=16, chains_cost=False)
+    number = itertools.count()
+
+    def make_pass(query_lens: Sequence[int], context: int, tree: object) -> Callable[[], None]:
+        busy_ms = 10 * (next(number) // 3 % 2)
+        return lambda: time.sleep((sum(query_lens) + busy_ms) / 1000)
+
+    curve = CostCurve(attention, make_pass, lambda _: None, None, None, torch.device("cpu"))
+    shapes = single_request_shapes(3)
+    cost = curve.measure(shapes, 32, 32)
+    assert [cost.verify_ms(n) for n in (1, 2, 3, 4)] == pytest.approx([1, 2, 3, 4], abs=0.9)
+    assert curve.plain_ms(shapes, 32) == pytest.approx(1, abs=0.9)
 
 
 @pytest.mark.engine
