@@ -22,8 +22,9 @@ def penalised(max_tokens: int) -> SamplingParams:
 
 
 def always_asked(llm):
-    """Free heads in every step: the planner would rarely find these worth it."""
+    """Free heads in every step: the planner would rarely find these worth it, and soon rest."""
     drafting = runner_of(llm).drafting
+    drafting.planner.rest = lambda _: False
     drafting.planner.wants_free_heads = lambda requests, _: [True] * len(requests)
     return drafting.head_drafts
 
