@@ -102,7 +102,8 @@ def _compare(
     per_kind = len(plain) // len(KINDS)
     for k, kind in enumerate(KINDS):
         gaps, different = [], 0
-        for i in range(k * per_kind, (k + 1) * per_kind):
+        of_kind = range(k * per_kind, (k + 1) * per_kind)
+        for i in of_kind:
             at = first_difference(plain[i].tokens, ours[i].tokens)
             if at is None:
                 continue
@@ -120,8 +121,7 @@ def _compare(
                 "prompts": per_kind,
                 "different": different,
                 "plain_different": sum(
-                    first_difference(plain[i].tokens, again[i].tokens) is not None
-                    for i in range(k * per_kind, (k + 1) * per_kind)
+                    first_difference(plain[i].tokens, again[i].tokens) is not None for i in of_kind
                 ),
                 "logit_gaps": gaps,
             }

@@ -12,7 +12,7 @@ would have put it), and every chain of only children is contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -139,6 +139,17 @@ class DraftTree:
         ):
             children[parent].setdefault(token, i)
         return children
+
+    def follow(self, tokens: Iterable[int]) -> list[int]:
+        """The nodes of the path that the tokens go down, as far as the tree has it."""
+        nodes: list[int] = []
+        children = self.children[0]
+        for token in tokens:
+            if token not in children:
+                break
+            nodes.append(children[token])
+            children = self.children[nodes[-1]]
+        return nodes
 
     def nodes_by_source(self, accepted_nodes: Sequence[int]) -> tuple[BySource, BySource]:
         """(drafted, accepted) nodes; accepted_nodes: tree nodes, from 1."""

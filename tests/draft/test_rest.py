@@ -59,7 +59,7 @@ def test_a_batch_rests_if_looking_has_not_paid_for_it_as_a_whole() -> None:
         look(paid, emitted=2)
     assert not rests([paid, tired(), tired()])
     barely = tired()
-    barely.gain = 0.1
+    barely.gain.mean = 0.1
     assert not rests([barely, tired()])
     assert rests([barely, tired(), tired(), tired()])
 
@@ -111,7 +111,7 @@ def test_on_a_slow_model_a_look_may_bring_little() -> None:
     for step_ms in (10.0, 1000.0):
         planner = Planner(CostModel(verify_points=((1, step_ms), (9, 1.4 * step_ms))))
         [state] = states_of(1)
-        state.rest.gain = 0.001
+        state.rest.gain.mean = 0.001
         plans.append(len(write(planner, [state], [text])))
     assert plans[0] < 100
     assert plans[1] > plans[0]

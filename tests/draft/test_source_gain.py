@@ -11,16 +11,6 @@ from vllm_tokenswift.draft.planner import DraftRequest, Planner
 from vllm_tokenswift.draft.source_gain import SourceGain
 from vllm_tokenswift.draft.state import DraftState
 from vllm_tokenswift.draft.trie import num_followed
-from vllm_tokenswift.tree import DraftTree
-
-
-def followed_in(tree: DraftTree, tokens: list[int]) -> int:
-    node = 0
-    for depth, token in enumerate(tokens):
-        if token not in tree.children[node]:
-            return depth
-        node = tree.children[node][token]
-    return len(tokens)
 
 
 def phrases(num_tokens: int, seed: int = 5) -> list[int]:
@@ -41,7 +31,7 @@ def test_the_nodes_taken_are_followed_as_their_tree_is() -> None:
         count = state.draft(None, 12)
         coming = text[position : position + 10]
         depth = num_followed(state.taken[:count], np.array(coming, np.int32))
-        assert depth == followed_in(state.tree(count), coming)
+        assert depth == len(state.tree(count).follow(coming))
         depths.add(depth)
         state.extend(text[position : position + 1])
     assert {0, 1, 2, 3} < depths
@@ -101,7 +91,7 @@ def test_heads_are_asked_where_they_are_right_and_not_where_the_text_knows_as_mu
             heads = HeadCandidates(said, [[0.9]] * 4, free=True)
             request = DraftRequest(state, heads, position, 16)
         [tree] = planner.plan([request])
-        emitted = followed_in(tree, text[position:]) + 1
+        emitted = len(tree.follow(text[position:])) + 1
         state.extend(text[position : position + emitted])
         position += emitted
     iterations = planner.decisions["drafted"] + planner.decisions["plain"]

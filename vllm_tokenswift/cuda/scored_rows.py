@@ -84,10 +84,7 @@ def is_general(state: RequestState) -> bool:
     return (
         state.uses_top_k
         or state.uses_top_p
-        or state.counts is not None
-        or state.forbidden is not None
-        or bool(state.bad_words)
-        or bool(state.bias)
+        or state.edits_tokens
         or state.num_output < state.min_tokens
         # The kernel takes eta's entropy before min-p.
         or (numbers.min_p > 0 and numbers.eta_epsilon > 0)

@@ -17,6 +17,7 @@ from math import sqrt
 
 from vllm_tokenswift.draft.foresight import Foresight
 from vllm_tokenswift.draft.gain import Floats, head_rate
+from vllm_tokenswift.draft.running_mean import RunningMean
 from vllm_tokenswift.tree import Source
 
 # Ages at which a bucket begins: the whole cache; blocks as good as new; older and older.
@@ -143,15 +144,10 @@ class OwnTokens:
 
 
 @dataclass
-class _Mean:
-    """A running mean of numbers; weight: how many it stands for."""
+class _Mean(RunningMean):
+    """Of what was seen; no prior fades in it."""
 
-    mean: float = 0.0
-    weight: float = 0.0
-
-    def observe(self, number: float) -> None:
-        self.weight = min(self.weight + 1.0, _MEMORY)
-        self.mean += (number - self.mean) / self.weight
+    memory: float = _MEMORY
 
     def value(self, prior: float) -> float:
         """The mean, with the prior for what was not seen."""

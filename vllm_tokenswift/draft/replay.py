@@ -88,15 +88,7 @@ def replay(
         (tree,) = planner.plan([request])
         planning_s += time.process_time() - began
 
-        accepted: list[int] = []
-        node = 0
-        children = tree.children
-        while done + len(accepted) < len(tokens):
-            child = children[node].get(tokens[done + len(accepted)])
-            if child is None:
-                break
-            accepted.append(child)
-            node = child
+        accepted = tree.follow(tokens[done : done + len(tree)])
         if on_iteration is not None:
             on_iteration(done, tree, accepted, request.heads)
         emitted = tokens[done : done + len(accepted) + 1]

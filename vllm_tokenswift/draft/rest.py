@@ -12,14 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vllm_tokenswift.draft.running_mean import RunningMean
+
 # A look for all requests of a batch on a CPU of two cores: planning, what it prepares, and the
 # indexes that take in the tokens. Where a step takes less than 15 ms they stay in its caches.
 _LOOK_MS = 0.6
 _MOST_OF_A_STEP = 0.04
 _SKIPPED_IN_A_ROW = 3
-# Share of the newest look in the average, and what it starts from: looks in vain at a text that has
-# just begun end after some thirty.
-_FORGOTTEN = 1 / 16
+# Looks in the average, and what it starts from: looks in vain at a text that has just begun end
+# after some thirty.
+_MEMORY = 16.0
 _PRIOR = 0.2
 
 
@@ -30,7 +32,7 @@ class Rest:
     """
 
     def __init__(self) -> None:
-        self.gain = _PRIOR
+        self.gain = RunningMean(_MEMORY, _PRIOR, _MEMORY)
         self._skipped = 0
         self._lost: float | None = None
 
@@ -55,10 +57,10 @@ class Rest:
         """What the step emitted that was looked at last."""
         if self._lost is None:
             return
-        self.gain += (num_tokens - 1 - self._lost - self.gain) * _FORGOTTEN
+        self.gain.observe(num_tokens - 1 - self._lost)
         self._lost = None
 
 
 def rests(requests: Sequence[Rest]) -> bool:
     """Whether a batch's next step may go by without a look."""
-    return sum(r.gain for r in requests) < 0 and all(r.may_skip for r in requests)
+    return sum(r.gain.mean for r in requests) < 0 and all(r.may_skip for r in requests)

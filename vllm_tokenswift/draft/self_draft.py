@@ -171,12 +171,9 @@ def tokens_of_another(end: PathEnd, own: OwnTokens, tree: DraftTree) -> float:
 
 def _chance_below(tree: DraftTree, path: Sequence[int]) -> float:
     """Chance that the likeliest node below the path is accepted, if the path is."""
-    if not path:
+    nodes = tree.follow(path)
+    if not path or len(nodes) < len(path):
         return 0.0
-    node = 0
-    for token in path:
-        if token not in tree.children[node]:
-            return 0.0
-        node = tree.children[node][token]
+    node = nodes[-1]
     below = [tree.probabilities[child - 1] for child in tree.children[node].values()]
     return float(max(below, default=0.0) / tree.probabilities[node - 1])

@@ -15,6 +15,7 @@ from bisect import bisect_right
 
 import numpy as np
 
+from vllm_tokenswift.draft.running_mean import RunningMean
 from vllm_tokenswift.draft.trie import TAKEN_COLUMNS, Ints
 
 # Expected tokens of an iteration without the source, at which a bucket begins.
@@ -35,18 +36,6 @@ _MAX_BACKOFF = 8
 NO_NODES: Ints = np.empty((0, TAKEN_COLUMNS), np.int32)
 
 
-class _Mean:
-    """Of the newest numbers, and a prior that fades."""
-
-    def __init__(self, prior: float, weight: float) -> None:
-        self.value = prior
-        self._weight = weight
-
-    def observe(self, number: float) -> None:
-        self._weight = min(self._weight + 1.0, _MEMORY)
-        self.value += (number - self.value) / self._weight
-
-
 class SourceGain:
     """Tokens an iteration emits beyond what is expected of it, without the source and with it.
 
@@ -62,9 +51,9 @@ class SourceGain:
 
     def __init__(self, prior: float, prior_weight: float = _PRIOR_WEIGHT) -> None:
         size = len(_EXPECTED_EDGES) + 1
-        self._beyond = [_Mean(0.0, _PRIOR_WEIGHT) for _ in range(size)]
-        self._added = [_Mean(prior, prior_weight) for _ in range(size)]
-        self._nodes = _Mean(_NODES_PRIOR, _PRIOR_WEIGHT)
+        self._beyond = [RunningMean(_MEMORY, 0.0, _PRIOR_WEIGHT) for _ in range(size)]
+        self._added = [RunningMean(_MEMORY, prior, prior_weight) for _ in range(size)]
+        self._nodes = RunningMean(_MEMORY, _NODES_PRIOR, _PRIOR_WEIGHT)
         self.asked_last = False
         self.planned = NO_NODES
         self._awaits_drafts = False
@@ -74,13 +63,13 @@ class SourceGain:
 
     @property
     def nodes(self) -> float:
-        return self._nodes.value
+        return self._nodes.mean
 
     def tokens(self, expected: float, with_pass: bool) -> float:
         """Tokens to count on where the plan without the source expects ``expected``."""
         bucket = bisect_right(_EXPECTED_EDGES, expected)
-        tokens = max(1.0, expected + self._beyond[bucket].value)
-        return tokens + self._added[bucket].value if with_pass else tokens
+        tokens = max(1.0, expected + self._beyond[bucket].mean)
+        return tokens + self._added[bucket].mean if with_pass else tokens
 
     def wants_probe(self, interval: float) -> bool:
         """Whether the last trial is long enough ago to ask again.

@@ -83,8 +83,10 @@ class DraftState:
         if self._text_offers is not None:
             self.self_draft.observe(len(tokens) - further)
             heads = self.free_heads
-            followed = num_followed(heads.planned, np.array(tokens, np.int32))
-            heads.observe(len(tokens), num_without=followed + 1)
+            without = None
+            if heads.asked_last:
+                without = 1 + num_followed(heads.planned, np.array(tokens, np.int32))
+            heads.observe(len(tokens), without)
             self.rest.observe(len(tokens))
             self._index_newest()
         self.num_tokens += len(tokens)

@@ -269,7 +269,8 @@ def pay_off(
     """
     num_requests = len(offered)
     ends = np.cumsum(offered)
-    upcoming = ends - offered
+    first = ends - offered
+    upcoming = first.copy()
     growing = np.ones(num_requests)
     owners = np.empty(len(probabilities), np.int64)
     speed = -num_requests * log(curve_ms[0] + fixed_ms)  # the sum of the requests' logarithms
@@ -298,7 +299,6 @@ def pay_off(
             best_speed, best = speed, index + 1
     counts = np.zeros(num_requests, np.int64)
     tokens = np.ones(num_requests)
-    first = ends - offered
     for index in range(best):
         owner = owners[index]
         tokens[owner] += probabilities[first[owner] + counts[owner]]

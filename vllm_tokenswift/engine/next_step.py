@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from vllm_tokenswift.engine.drafting import Drafter, DraftRequest
@@ -67,8 +68,9 @@ class NextStep:
         self._rested = [groups[row].req_id for row, _, _ in rows] if rests else []
         if rests:
             return
+        block_table = self.runner.block_table()
         self._requests = [
-            self._request(row, groups[row], accepted[row], state, max_nodes)
+            self._request(row, groups[row], accepted[row], state, block_table[row], max_nodes)
             for row, state, max_nodes in rows
         ]
         self._accepted, self._hidden_states = accepted, hidden_states
@@ -117,16 +119,21 @@ class NextStep:
         return rows
 
     def _request(
-        self, row: int, group: RowGroup, emitted: Accepted, state: RequestState, max_nodes: int
+        self,
+        row: int,
+        group: RowGroup,
+        emitted: Accepted,
+        state: RequestState,
+        blocks: np.ndarray,
+        max_nodes: int,
     ) -> DraftRequest:
-        runner = self.runner
-        root_row = int(runner.query_start_loc.np[row + 1]) - len(group.tree) - 1
+        root_row = int(self.runner.query_start_loc.np[row + 1]) - len(group.tree) - 1
         return DraftRequest(
             req_id=group.req_id,
             state=state,
             bonus_token=emitted.tokens[-1],
             num_tokens=state.draft.num_tokens + len(emitted.tokens),
-            blocks=runner.block_table()[row],
+            blocks=blocks,
             hidden_row=root_row + (emitted.nodes[-1] if emitted.nodes else 0),
             max_nodes=max_nodes,
             foresight=self.drafting.foresight(group.req_id),

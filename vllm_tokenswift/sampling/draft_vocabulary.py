@@ -29,10 +29,7 @@ class DraftVocabulary:
     @staticmethod
     def suffices(states: Sequence[RequestState]) -> bool:
         """Whether nothing but temperature, penalty and cuts of unlikely tokens is asked for."""
-        return not any(
-            state.forbidden is not None or state.counts is not None or state.bad_words or state.bias
-            for state in states
-        )
+        return not any(state.edits_tokens for state in states)
 
     def place(self, token: int) -> int:
         """Where a token stands in the part; its length for one outside."""

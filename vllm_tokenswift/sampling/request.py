@@ -108,15 +108,15 @@ class RequestState:
         ):
             self.counts = TokenCounts(vocab_size, prompt, output, device)
 
-        # Whether anything beside the shape of the distribution may change its logits.
-        self.is_constrained = (
+        # Whether logits may change token by token, by more than the windowed penalty.
+        self.edits_tokens = (
             self.forbidden is not None
             or bool(self.bad_words)
-            or self.min_tokens > 0
             or bool(self.bias)
-            or self.window is not None
             or self.counts is not None
         )
+        # Whether anything beside the shape of the distribution may change its logits.
+        self.is_constrained = self.edits_tokens or self.min_tokens > 0 or self.window is not None
 
         # What to return: None: nothing; n: the n likeliest and the sampled token.
         self.num_logprobs = vocab_size if params.logprobs == -1 else params.logprobs
