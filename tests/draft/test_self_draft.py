@@ -216,8 +216,12 @@ def steps_until_fresh_blocks(hit_rate_when_old: float, cost: CostModel, steps: i
     return None
 
 
-CHEAP_TO_SELECT = CostModel(((1, 10.0), (33, 10.5)), 1e-3, draft_points=((0, 9.0),))
-DEAR_TO_SELECT = CostModel(((1, 10.0), (33, 10.5)), 1e-2, draft_points=((0, 9.0),))
+CHEAP_TO_SELECT = CostModel(
+    ((1, 10.0), (33, 10.5)), context_ms_per_token=1e-3, draft_points=((0, 9.0),)
+)
+DEAR_TO_SELECT = CostModel(
+    ((1, 10.0), (33, 10.5)), context_ms_per_token=1e-2, draft_points=((0, 9.0),)
+)
 
 
 def test_blocks_are_selected_again_once_what_their_age_loses_pays_for_it() -> None:

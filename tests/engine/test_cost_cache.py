@@ -32,7 +32,14 @@ from vllm_tokenswift.engine.cost_cache import (
 from vllm_tokenswift.engine.cost_curve import CostCurve, single_request_shapes
 from vllm_tokenswift.heads.model import DraftHeads
 
-COST = CostModel(((1, 18.4), (5, 22.2)), 0.001, 0.5, 0.002, ((512, 17.0),), 1.5)
+COST = CostModel(
+    ((1, 18.4), (5, 22.2)),
+    context_ms_per_token=0.001,
+    chain_ms=0.5,
+    chain_context_ms_per_token=0.002,
+    draft_points=((512, 17.0),),
+    heads_ms=1.5,
+)
 
 
 @pytest.fixture

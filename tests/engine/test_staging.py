@@ -1,8 +1,10 @@
 """Arrays staged to the device arrive whole, whatever was staged before them."""
 
 import numpy as np
+import pytest
 import torch
 
+from vllm_tokenswift.engine.staged_arrays import ArrayShape, StagedArrays
 from vllm_tokenswift.engine.staging import Staging
 
 
@@ -32,3 +34,28 @@ def test_more_layouts_than_are_kept() -> None:
     for count in range(600):
         [staged] = staging.to_device(np.arange(count, dtype=np.int32))
         assert staged.tolist() == list(range(count))
+
+
+@pytest.mark.parametrize("in_part", [False, True])
+def test_named_arrays_keep_their_place(in_part: bool) -> None:
+    shapes = {
+        "flags": ArrayShape((3,), np.bool_),
+        "chances": ArrayShape((2, 5), np.float32),
+        "ids": ArrayShape((4,), np.int64),
+    }
+    arrays = StagedArrays(torch.device("cpu"), shapes)
+    before = {name: tensor.data_ptr() for name, tensor in arrays.device.items()}
+    for step in range(1, 3):
+        arrays.host["flags"][:] = [True, False, step == 2]
+        arrays.host["chances"][:] = step / 4
+        arrays.host["ids"][:] = np.arange(4) * step
+        arrays.to_device(arrays.start("ids") if in_part else None)
+        assert arrays.device["flags"].tolist() == [True, False, step == 2]
+        assert arrays.device["chances"].tolist() == [[step / 4] * 5] * 2
+        copied = [0] * 4 if in_part else [i * step for i in range(4)]
+        assert arrays.device["ids"].tolist() == copied
+    assert {name: tensor.data_ptr() for name, tensor in arrays.device.items()} == before
+    arrays.device["chances"].fill_(0.5)
+    arrays.to_host("chances")
+    assert (arrays.host["chances"] == 0.5).all()
+    assert arrays.host["flags"].tolist() == [True, False, True]

@@ -22,8 +22,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
@@ -101,21 +99,13 @@ class TreeMetadataBuilder:
             return stock
         return self.with_rows(stock, self.tree_rows.uniform_chains(common_attn_metadata, width))
 
-    def refresh(
-        self,
-        common: CommonAttentionMetadata,
-        built: Any,
-        starts: npt.NDArray[np.int32],
-        has_trees: bool,
-    ) -> bool:
-        """Brings to this step what the device holds of metadata built before for its shape.
+    def reschedule(self, common: CommonAttentionMetadata, built: Any) -> None:
+        """Makes anew what the device derives from a step's rows and lengths.
 
-        For a step that replays a full graph, which reads nothing else, and whose inputs
-        ``engine/step_inputs.py`` has laid out. common: as ``built`` was made of, its tensors
-        being the step's. starts: int32 ``[requests + 1]``, their first rows. has_trees: trees
-        will be filled in. False where the metadata has to be built anew.
+        For a full graph, which reads of its metadata only what device buffers hold. common:
+        what ``built`` was made of, its tensors being the step's. Launches alone, the same
+        ones each time: a graph may hold them.
         """
-        return False
 
     def extended(self, stock: Any, **extras: Any) -> Any:
         """The stock metadata as ours; what is not named stays."""
@@ -148,19 +138,10 @@ class TreeMetadataBuilder:
 class TreeFlashMetadataBuilder(TreeMetadataBuilder, flash_attn.FlashAttentionMetadataBuilder):
     metadata_cls = TreeFlashMetadata
 
-    def refresh(
-        self,
-        common: CommonAttentionMetadata,
-        built: Any,
-        starts: npt.NDArray[np.int32],
-        has_trees: bool,
-    ) -> bool:
-        rows = getattr(built, "trees", None)
-        if rows is not None:
-            if not has_trees:
-                self.tree_rows.fill_ancestors(starts, ())
-            rows.max_prefix_len = common.max_seq_len
-            self._prefix_schedule(rows)
+    def reschedule(self, common: CommonAttentionMetadata, built: Any) -> None:
+        trees = getattr(built, "trees", None)
+        if trees is not None:
+            self._prefix_schedule(trees)
         elif built.scheduler_metadata is not None:
             schedule = self._get_scheduler_metadata(
                 aot_schedule=self.aot_schedule,
@@ -173,7 +154,6 @@ class TreeFlashMetadataBuilder(TreeMetadataBuilder, flash_attn.FlashAttentionMet
                 max_num_splits=built.max_num_splits,
             )
             self._store_scheduler_metadata(schedule)
-        return True
 
     def _prefix_schedule(self, rows: TreeRows) -> torch.Tensor | None:
         schedule: torch.Tensor | None = self._get_scheduler_metadata(

@@ -36,6 +36,8 @@ WIDTH = OFFERED_TOKENS
 ENTRY = 4 + 2 * WIDTH
 # Scales of a request, and the power of its noise: see :func:`top_tokens`.
 SCALES = 4
+# Tokens that one program looks through: few, since it goes through them WIDTH times.
+_CHUNK = 1024
 
 _PATHS = tl.constexpr(PATHS)
 _WIDTH = tl.constexpr(WIDTH)
@@ -95,22 +97,24 @@ def _leave_kernel(
     tl.store(read_ptr + path * hidden + element, read, mask=ok)
 
 
-@triton.jit(do_not_specialize=["part", "level"])
-def _top_kernel(
+@triton.jit(do_not_specialize=["part", "level", "num_chunks"])
+def _chunk_top_kernel(
     logits_ptr,  # [paths, part]
     penalised_ptr,  # uint8 [requests, part]
     scales_ptr,  # [requests, SCALES]
     vocabulary_ptr,  # [part]
-    entries_ptr,  # int32 [paths, ENTRY]
-    chances_ptr,  # the same memory as float32
     seeds_ptr,  # int64 [requests]
     positions_ptr,  # int64 [requests], of the token before the first level's tokens
-    part, level,
-    BLOCK: tl.constexpr,
+    scores_ptr,  # [paths, num_chunks, WIDTH]
+    places_ptr,  # int32 [paths, num_chunks, WIDTH]
+    sums_ptr,  # [paths, num_chunks]
+    part, level, num_chunks,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     path = tl.program_id(0)
+    chunk = tl.program_id(1)
     request = path // _PATHS
-    place = tl.arange(0, BLOCK)
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
     ok = place < part
     x = tl.load(logits_ptr + path * part + place, mask=ok, other=float("-inf")).to(tl.float32)
     penalised = tl.load(penalised_ptr + request * part + place, mask=ok, other=0) != 0
@@ -119,7 +123,8 @@ def _top_kernel(
     scale = tl.where(
         penalised, tl.where(x > 0, tl.load(scale_ptr + 1), tl.load(scale_ptr + 2)), plain
     )
-    x = tl.where(ok, x * scale, float("-inf"))
+    # Tokens that are no more than padding stay below all that are.
+    x = tl.where(ok, tl.maximum(x * scale, -1e30), float("-inf"))
     power = tl.load(scale_ptr + 3)
     if power > 0.0:
         token = tl.load(vocabulary_ptr + place, mask=ok, other=0).to(tl.int32)
@@ -128,14 +133,47 @@ def _top_kernel(
         # -log(1 - u), exact where u is small.
         noise = tl.where(uniform < 1e-3, uniform * (1.0 + 0.5 * uniform), -tl.log(1.0 - uniform))
         x = tl.where(ok, x - power * tl.log(tl.maximum(noise, 1e-12)), float("-inf"))
-    weight = tl.exp(x - tl.max(x, 0))
-    chance = tl.where(ok, weight / tl.sum(weight, 0), -1.0)
+    entry = path * num_chunks + chunk
+    tl.store(sums_ptr + entry, tl.sum(tl.exp(x - tl.max(x, 0)), 0))
+    for i in tl.static_range(_WIDTH):
+        best = tl.argmax(x, 0)
+        tl.store(scores_ptr + entry * _WIDTH + i, tl.max(x, 0))
+        tl.store(places_ptr + entry * _WIDTH + i, chunk * CHUNK + best)
+        x = tl.where(place == chunk * CHUNK + best, float("-inf"), x)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _top_kernel(
+    scores_ptr,  # [paths, num_chunks, WIDTH], each chunk's largest first
+    places_ptr,  # int32 [paths, num_chunks, WIDTH]
+    sums_ptr,  # [paths, num_chunks], of exp(x - the chunk's largest)
+    vocabulary_ptr,  # [part]
+    entries_ptr,  # int32 [paths, ENTRY]
+    chances_ptr,  # the same memory as float32
+    num_chunks,
+    CHUNKS_PADDED: tl.constexpr,
+):  # fmt: skip
+    path = tl.program_id(0)
+    chunk = tl.arange(0, CHUNKS_PADDED)
+    chunk_ok = chunk < num_chunks
+    first = path * num_chunks
+    maxima = tl.load(scores_ptr + (first + chunk) * _WIDTH, mask=chunk_ok, other=float("-inf"))
+    sums = tl.load(sums_ptr + first + chunk, mask=chunk_ok, other=0.0)
+    maximum = tl.max(maxima, 0)
+    total = tl.sum(sums * tl.exp(maxima - maximum), 0)
+    candidate = tl.arange(0, CHUNKS_PADDED * _WIDTH)
+    x = tl.load(
+        scores_ptr + first * _WIDTH + candidate,
+        mask=candidate < num_chunks * _WIDTH,
+        other=float("-inf"),
+    )
     entry = path * _ENTRY + 4
     for i in tl.static_range(_WIDTH):
-        best = tl.argmax(chance, 0)
-        tl.store(chances_ptr + entry + _WIDTH + i, tl.max(chance, 0))
-        tl.store(entries_ptr + entry + i, tl.load(vocabulary_ptr + best).to(tl.int32))
-        chance = tl.where(place == best, -1.0, chance)
+        best = tl.argmax(x, 0)
+        tl.store(chances_ptr + entry + _WIDTH + i, tl.exp(tl.max(x, 0) - maximum) / total)
+        token = tl.load(vocabulary_ptr + tl.load(places_ptr + first * _WIDTH + best))
+        tl.store(entries_ptr + entry + i, token.to(tl.int32))
+        x = tl.where(candidate == best, float("-inf"), x)
 
 
 @triton.jit
@@ -222,9 +260,17 @@ def top_tokens(
     ``[requests]``; positions of the token before the first level's.
     """
     paths, part = logits.shape
+    num_chunks = triton.cdiv(part, _CHUNK)
+    scores = logits.new_empty(paths, num_chunks, WIDTH, dtype=torch.float32)
+    places = logits.new_empty(paths, num_chunks, WIDTH, dtype=torch.int32)
+    sums = logits.new_empty(paths, num_chunks, dtype=torch.float32)
+    _chunk_top_kernel[(paths, num_chunks)](
+        logits, penalised, scales, vocabulary, seeds, positions, scores, places, sums,
+        part, level, num_chunks, CHUNK=_CHUNK, num_warps=4,
+    )  # fmt: skip
     _top_kernel[(paths,)](
-        logits, penalised, scales, vocabulary, entries, entries.view(torch.float32), seeds,
-        positions, part, level, BLOCK=triton.next_power_of_2(part), num_warps=8,
+        scores, places, sums, vocabulary, entries, entries.view(torch.float32), num_chunks,
+        CHUNKS_PADDED=triton.next_power_of_2(num_chunks), num_warps=1,
     )  # fmt: skip
 
 

@@ -61,6 +61,13 @@ class TreeGraphDispatcher(CudagraphDispatcher):
                     self.wide_shapes.append((count, width))
                     self.add_cudagraph_key(CUDAGraphMode.FULL, wide_descriptor(count, width))
 
+    @property
+    def full_shapes(self) -> list[BatchDescriptor]:
+        """All shapes of full graphs, plain decoding's among them, the smallest first."""
+        keys = self.cudagraph_keys[CUDAGraphMode.FULL]
+        shapes = [key for key in keys if key.uniform and key.num_reqs is not None]
+        return sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_reqs))
+
     def wide(self, num_reqs: int, max_rows: int) -> BatchDescriptor | None:
         """The shape for requests of up to ``max_rows`` rows each (more than 1), if there is one."""
         if not self.wide_shapes or max_rows > self.widths[-1] or num_reqs > self._counts[-1]:

@@ -9,14 +9,13 @@ whose constraints need the whole vocabulary go from head to head.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any, cast
 
 import numpy as np
 import torch
 from vllm.distributed.parallel_state import graph_capture
 from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
-from vllm.utils.torch_utils import PIN_MEMORY, current_stream
+from vllm.utils.torch_utils import current_stream
 
 from vllm_tokenswift.cuda.descent_kernels import (
     ENTRY,
@@ -30,6 +29,7 @@ from vllm_tokenswift.cuda.descent_kernels import (
 from vllm_tokenswift.cuda.seed_noise import SeedNoise
 from vllm_tokenswift.draft.foresight import noise_power
 from vllm_tokenswift.engine.descent import PATHS, Embed, FoundRow, Start
+from vllm_tokenswift.engine.staged_arrays import ArrayShape, StagedArrays
 from vllm_tokenswift.heads.model import ConditionedHead, DraftHeads
 from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
 from vllm_tokenswift.sampling.request import RequestState
@@ -37,7 +37,6 @@ from vllm_tokenswift.sampling.request import RequestState
 _COUNTS = (1, 2, 4, 8)  # requests of a captured descent
 # The likeliest tokens are found by one program a path: beyond this its registers run out.
 MAX_VOCABULARY = 32768
-_ALIGNMENT = 16  # bytes, see engine/staging.py
 
 
 class HeadGraphs:
@@ -121,49 +120,31 @@ class _GraphedDescent:
         self._done = torch.cuda.Event() if lm_rows.is_cuda else None
 
         # What the host gives, and behind it the levels, whose first is given in part.
-        shapes: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
-            "seeds": ((count,), np.int64),
-            "positions": ((count,), np.int64),
-            "tokens": ((num_paths,), np.int64),
-            "scales": ((count, SCALES), np.float32),
-            "penalised": ((count, len(part.tokens)), np.uint8),
-            "entries": ((len(self._layers), num_paths, ENTRY), np.int32),
+        shapes = {
+            "seeds": ArrayShape((count,), np.int64),
+            "positions": ArrayShape((count,), np.int64),
+            "tokens": ArrayShape((num_paths,), np.int64),
+            "scales": ArrayShape((count, SCALES), np.float32),
+            "penalised": ArrayShape((count, len(part.tokens)), np.uint8),
+            "entries": ArrayShape((len(self._layers), num_paths, ENTRY), np.int32),
         }
-        places: dict[str, tuple[int, int]] = {}
-        end = 0
-        for name, (shape, dtype) in shapes.items():
-            num_bytes = prod(shape) * np.dtype(dtype).itemsize
-            places[name] = (end, end + num_bytes)
-            end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        self._host = torch.zeros(end, dtype=torch.uint8, pin_memory=PIN_MEMORY)
-        self._device = torch.zeros(end, dtype=torch.uint8, device=device)
-        first, last = places["entries"]
-        self._given = slice(0, first + num_paths * ENTRY * 4)
-        self._levels = slice(first, last)
-
-        def on_host(name: str) -> np.ndarray:
-            shape, dtype = shapes[name]
-            return self._host.numpy()[slice(*places[name])].view(dtype).reshape(shape)
-
-        def on_device(name: str, dtype: torch.dtype) -> torch.Tensor:
-            return self._device[slice(*places[name])].view(dtype).view(shapes[name][0])
-
-        self._seeds, self._positions = on_host("seeds"), on_host("positions")
-        self._tokens, self._scales = on_host("tokens"), on_host("scales")
-        self._penalised, self.entries = on_host("penalised"), on_host("entries")
+        self._staged = StagedArrays(device, shapes)
+        self._given_bytes = self._staged.start("entries") + num_paths * ENTRY * 4
+        host, on_device = self._staged.host, self._staged.device
+        self._seeds, self._positions = host["seeds"], host["positions"]
+        self._tokens, self._scales = host["tokens"], host["scales"]
+        self._penalised, self.entries = host["penalised"], host["entries"]
         self.chances = self.entries.view(np.float32)
-        self._seeds_d = on_device("seeds", torch.int64)
-        self._positions_d = on_device("positions", torch.int64)
-        self._scales_d = on_device("scales", torch.float32)
-        self._penalised_d = on_device("penalised", torch.uint8)
-        self._entries_d = on_device("entries", torch.int32)
+        self._seeds_d, self._positions_d = on_device["seeds"], on_device["positions"]
+        self._scales_d, self._penalised_d = on_device["scales"], on_device["penalised"]
+        self._entries_d = on_device["entries"]
 
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=lm_rows.dtype, device=device)
 
         self.start = empty(count, size).zero_()
         later = torch.zeros(len(self._layers), num_paths, dtype=torch.int64, device=device)
-        self._tokens_d = [on_device("tokens", torch.int64), *later.unbind()]
+        self._tokens_d = [on_device["tokens"], *later.unbind()]
         self._hidden = [empty(num_paths, size), empty(num_paths, size)]
         self._both = empty(num_paths, 2 * size)
         self._wide = empty(num_paths, self._layers[0].up.weight.shape[0])
@@ -212,16 +193,15 @@ class _GraphedDescent:
     def run(self, hidden: torch.Tensor) -> None:
         """hidden: ``[requests, hidden]``, at most ``count`` of them."""
         self.start[: len(hidden)].copy_(hidden)
-        self._device[self._given].copy_(self._host[self._given], non_blocking=True)
         if self._graph is None:
             self._launch()
         else:
             self._graph.replay()
-        self._host[self._levels].copy_(self._device[self._levels], non_blocking=True)
         if self._done is not None:
             self._done.record(current_stream())
 
     def _launch(self) -> None:
+        self._staged.to_device(self._given_bytes)
         states = self.start
         for level, layer in enumerate(self._layers):
             entries, hidden = self._entries_d[level], self._hidden[level % 2]
@@ -258,6 +238,7 @@ class _GraphedDescent:
                     self._least_chance,
                 )
             states = hidden
+        self._staged.to_host("entries")
 
     def found(self) -> list[list[FoundRow]]:
         """Waits for the run, and reads what it wrote."""

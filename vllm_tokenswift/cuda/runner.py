@@ -19,6 +19,7 @@ from vllm_tokenswift.cuda.backend import tree_backends
 from vllm_tokenswift.cuda.draft_graphs import GraphedDraftPass, first_rows
 from vllm_tokenswift.cuda.graph_shapes import TreeGraphDispatcher, graph_widths
 from vllm_tokenswift.cuda.head_graph import MAX_VOCABULARY, HeadGraphs
+from vllm_tokenswift.cuda.prepared_pass import PreparedPass, prepare_passes
 from vllm_tokenswift.cuda.tree_scorer import CUDATreeScorer
 from vllm_tokenswift.cuda.tree_verifier import CUDATreeAttention
 from vllm_tokenswift.draft.cost import CostModel
@@ -49,8 +50,7 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
             and not parallel.enable_eplb
             and vllm_config.kv_transfer_config is None  # KV may come between two steps
         )
-        # Metadata of steps that replay a full graph, by (requests, rows).
-        self._replayed: dict[tuple[int, int], tuple[Any, CommonAttentionMetadata]] = {}
+        self._prepared: dict[BatchDescriptor, PreparedPass] = {}
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with tree_backends(self.vllm_config):
@@ -99,27 +99,8 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
     def launches_at_once(self, mode: CUDAGraphMode) -> bool:
         return mode is CUDAGraphMode.FULL
 
-    def _step_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        """A full graph reads buffers alone: of metadata only what they hold is made anew."""
-        num_reqs, count = kwargs["num_reqs"], kwargs.get("num_reqs_padded")
-        if (
-            count != num_reqs  # no full graph, or one with requests that are padding
-            or kwargs.get("for_cudagraph_capture")
-            or kwargs.get("ubatch_slices") is not None
-            or not hasattr(self, "drafting")  # while vLLM warms up
-        ):
-            return super()._step_metadata(*args, **kwargs)
-        shape = (count, kwargs["num_tokens_padded"])
-        if (kept := self._replayed.get(shape)) is not None:
-            metadata, common = kept
-            common.max_seq_len = int(self.optimistic_seq_lens_cpu.numpy()[:num_reqs].max())
-            builder = self.attn_groups[0][0].get_metadata_builder()
-            built = metadata[self.tree_attention.layer_names[0]]
-            starts = self.query_start_loc.np[: num_reqs + 1]
-            if builder.refresh(common, built, starts, bool(self._plan.branching)):
-                return kept
-        kept = self._replayed[shape] = super()._step_metadata(*args, **kwargs)
-        return kept
+    def prepared_pass(self, shape: BatchDescriptor) -> PreparedPass | None:
+        return self._prepared.get(shape)
 
     def _warmup_and_capture(self, desc: BatchDescriptor, *args: Any, **kwargs: Any) -> None:
         if desc.uniform and desc.num_reqs is not None:
@@ -140,6 +121,9 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
     # -- passes ------------------------------------------------------------------
 
     def start_drafting(self) -> None:
+        self.tree_attention = self._make_tree_attention()
+        if self.launches_ahead:
+            self._prepared = prepare_passes(self, self.graphs.full_shapes)
         super().start_drafting()
         draft_pass = self.drafting.draft_pass
         if isinstance(draft_pass, GraphedDraftPass):

@@ -39,6 +39,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_tokenswift.cuda.ancestor_rows import pack_rows
 from vllm_tokenswift.tree import DraftTree
 
 MAX_DRAFT_NODES = 128
@@ -57,11 +58,10 @@ def pack_ancestors(tree: DraftTree, rows_before: int = 0) -> npt.NDArray[np.int6
         raise ValueError(
             f"a draft tree may hold at most {MAX_DRAFT_NODES} drafts, this holds {num_rows - 1}"
         )
-    words = [(1 << row) - 1 for row in range(rows_before + 1)]
-    for node, parent in enumerate(tree.parents.tolist(), start=rows_before + 1):
-        words.append(words[rows_before + parent] | (1 << (node - 1)))
-    packed = b"".join(word.to_bytes(16, "little") for word in words)
-    return np.frombuffer(packed, dtype="<i8").reshape(num_rows, 2).copy()
+    packed = np.empty((num_rows, 2), np.int64)
+    starts, num_drafts = np.array([0, num_rows], np.int32), np.array([len(tree)], np.int32)
+    pack_rows(starts, num_drafts, tree.parents, packed)
+    return packed
 
 
 def unpack_ancestors(ancestors: torch.Tensor, num_rows: int) -> torch.Tensor:

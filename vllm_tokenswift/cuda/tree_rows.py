@@ -8,7 +8,6 @@ chain of drafts a tree with one path.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +18,9 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.utils import CpuGpuBuffer
 
+from vllm_tokenswift.cuda.ancestor_rows import pack_rows
 from vllm_tokenswift.cuda.tree_attention import MAX_DRAFT_NODES, pack_ancestors
-from vllm_tokenswift.tree import DraftTree
+from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
 
 MAX_TREE_ROWS = MAX_DRAFT_NODES + 1
 
@@ -63,14 +63,19 @@ class TreeRowBuffers:
         self._start_loc = CpuGpuBuffer(max_num_reqs + 1, dtype=torch.int32, device=device)
         self._prefix_lens = CpuGpuBuffer(max_num_reqs, dtype=torch.int32, device=device)
         chain = DraftTree.chain([0] * MAX_DRAFT_NODES)
-        self._chain_np = pack_ancestors(chain)
-        self._chain = torch.from_numpy(self._chain_np).to(device)
+        self._chain = torch.from_numpy(pack_ancestors(chain)).to(device)
 
     @property
     def prefix_lens(self) -> torch.Tensor:
         """int32 ``[max_num_reqs]`` on the device; a step of decodes lays them out with the rest."""
         lens: torch.Tensor = self._prefix_lens.gpu
         return lens
+
+    @property
+    def ancestors(self) -> torch.Tensor:
+        """int64 ``[rows, 2]`` on the device, for all the tree rows that a step may have."""
+        words: torch.Tensor = self._ancestors.gpu
+        return words
 
     def uniform_chains(self, common: CommonAttentionMetadata, width: int) -> TreeRows:
         """All requests as chains of at most ``width`` rows, by work on the device alone.
@@ -99,12 +104,12 @@ class TreeRowBuffers:
         self,
         query_start_loc: npt.NDArray[np.int32],
         seq_lens: npt.NDArray[np.int32],
-        trees: Sequence[tuple[int, int, DraftTree]],
+        trees: Sequence[tuple[int, DraftTree]],
     ) -> TreeRows:
         """The leading requests as chains, except where a tree is given.
 
         query_start_loc: int32 ``[requests + 1]``, seq_lens: int32 ``[requests]``, of the
-        leading requests; trees: ``(request, rows before the root, tree)``.
+        leading requests; trees: ``(request, tree)``, a request's last rows.
         """
         num_reqs = len(seq_lens)
         self._start_loc.np[: num_reqs + 1] = query_start_loc
@@ -122,17 +127,13 @@ class TreeRowBuffers:
     def fill_ancestors(
         self,
         query_start_loc: npt.NDArray[np.int32],
-        trees: Sequence[tuple[int, int, DraftTree]],
+        trees: Sequence[tuple[int, DraftTree]],
     ) -> torch.Tensor:
         """The ancestors alone, into the same buffer; arguments as for :meth:`fill`."""
-        by_request = {request: (before, tree) for request, before, tree in trees}
-        starts = query_start_loc.tolist()
-        ancestors = self._ancestors.np
-        for request, (start, stop) in enumerate(itertools.pairwise(starts)):
-            if request in by_request:
-                before, tree = by_request[request]
-                ancestors[start:stop] = pack_ancestors(tree, before)
-            else:
-                ancestors[start:stop] = self._chain_np[: stop - start]
-        filled: torch.Tensor = self._ancestors.copy_to_gpu(starts[-1])
+        num_drafts = np.zeros(len(query_start_loc) - 1, np.int32)
+        for request, tree in trees:
+            num_drafts[request] = len(tree)
+        parents = [tree.parents for _, tree in trees] or [EMPTY_TREE.parents]
+        pack_rows(query_start_loc, num_drafts, np.concatenate(parents), self._ancestors.np)
+        filled: torch.Tensor = self._ancestors.copy_to_gpu(int(query_start_loc[-1]))
         return filled

@@ -86,8 +86,7 @@ class CUDATreeAttention:
         dead: dict[str, frozenset[int]] = {}
         for rows in plan.branching:
             if rows.batch_row < num_leading:
-                before = rows.root_row - rows.query_start
-                trees.append((rows.batch_row, before, rows.tree))
+                trees.append((rows.batch_row, rows.tree))
             else:
                 dead[rows.req_id] = _nodes_off_the_main_chain(rows.tree)
         if not trees:

@@ -6,8 +6,9 @@ Built once at start-up on rank 0 and broadcast as JSON, so that every rank plans
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -42,6 +43,7 @@ class CostModel:
     """
 
     verify_points: Points
+    _: KW_ONLY
     context_ms_per_token: float = 0.0
     chain_ms: float = 0.0
     chain_context_ms_per_token: float = 0.0
@@ -179,7 +181,13 @@ def _last_slope(points: Points) -> float:
 
 
 def _interpolate(points: Points, size: float) -> float:
-    sizes, times = _columns(points)
-    if size > sizes[-1]:
-        return times[-1] + _last_slope(points) * (size - sizes[-1])
-    return float(np.interp(size, sizes, times))
+    """Without numpy, whose calls take longer: the planner asks several times a step."""
+    last_size, last_ms = points[-1]
+    if size > last_size:
+        return last_ms + _last_slope(points) * (size - last_size)
+    above = bisect_left(points, (size,))
+    upper_size, upper_ms = points[above]
+    if above == 0 or upper_size == size:
+        return upper_ms
+    lower_size, lower_ms = points[above - 1]
+    return lower_ms + (upper_ms - lower_ms) / (upper_size - lower_size) * (size - lower_size)

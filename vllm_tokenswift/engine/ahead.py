@@ -13,15 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from vllm.config import CUDAGraphMode
-from vllm.forward_context import set_forward_context
+from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.sampling_params import SamplingParams
 
+from vllm_tokenswift.engine.verify_plan import TreeRows, VerifyPlan
 from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 # again, so that requests that come and go all the time cost few passes.
 _FIRST_PAUSE = 4
 _LONGEST_PAUSE = 64
+# Shapes kept by (requests, most rows, rows) of a step; most batches see a few hundred.
+_MAX_SHAPES = 1024
 
 
 @dataclass(frozen=True)
@@ -72,35 +75,48 @@ class PassAhead:
         )
 
 
+class PreparedPass(Protocol):
+    """What the launch of a pass takes, made ready once for all steps of one shape."""
+
+    def launch(
+        self, num_rows: npt.NDArray[np.int32], plan: VerifyPlan, newest: torch.Tensor | None
+    ) -> tuple[Any, Any, Any]:
+        """Launches the pass of the runner's batch; returns its inputs, metadata and output.
+
+        num_rows: int32 ``[requests]``, query rows of each: its drafts' and one. newest: int64
+        ``[requests]`` on the device, their newest tokens where the host does not know them.
+        """
+
+
 class PassesAhead:
     """Launches passes ahead of a runner's steps and hands them out."""
 
     def __init__(self, runner: TokenSwiftRunnerMixin) -> None:
         self.runner = runner
         self._launched: PassAhead | None = None
+        self._shapes: dict[tuple[int, int, int], tuple[CUDAGraphMode, BatchDescriptor]] = {}
         self._pause = 0
         self._next_pause = _FIRST_PAUSE
 
-    def launch(self, trees: Mapping[str, DraftTree], accepted: Sequence[Sequence[int]]) -> None:
+    def launch(self, trees: Mapping[str, DraftTree], accepted: Sequence[Sequence[int]]) -> bool:
         """To be called when a step has accepted, committed and drafted.
 
         trees: of the next step, by request. accepted: by batch row, the tokens that the step
-        emitted. Leaves it where a request is not known to go on, or the pass would not be
-        launched at once.
+        emitted. Returns whether its pass was launched: not where a request is not known to go
+        on, or the pass would not be launched at once.
         """
         if self._pause:
             self._pause -= 1
-            return
+            return False
         runner = self.runner
         next_trees = [trees.get(req_id, EMPTY_TREE) for req_id in runner.input_batch.req_ids]
         rows = zip(runner.input_batch.req_ids, next_trees, accepted, strict=True)
-        if all(
+        return all(
             bool(tokens)
             and self._params(req_id).all_stop_token_ids.isdisjoint(tokens)
             and self._has_room(req_id, runner.request_states[req_id].draft.num_tokens, len(tree))
             for req_id, tree, tokens in rows
-        ):
-            self._launch(next_trees, [tokens[-1] for tokens in accepted])
+        ) and self._launch(next_trees, [tokens[-1] for tokens in accepted])
 
     def launch_undrafted(self, tokens: torch.Tensor) -> bool:
         """To be called when a step without drafts has been sampled, before it is read.
@@ -141,39 +157,78 @@ class PassesAhead:
         runner = self.runner
         batch = runner.input_batch
         req_ids = list(batch.req_ids)
-        num_reqs = len(req_ids)
-        drafted = {r: tree for r, tree in zip(req_ids, next_trees, strict=True) if len(tree)}
-        drafts = {req_id: tree.tokens.tolist() for req_id, tree in drafted.items()}
         num_rows = np.array([1 + len(tree) for tree in next_trees], np.int32)
-        most_rows, total = int(num_rows.max()), int(num_rows.sum())
-        mode, shape, *_ = runner._determine_batch_execution_and_padding(
-            num_tokens=total,
-            num_reqs=num_reqs,
-            num_scheduled_tokens_np=num_rows,
-            max_num_scheduled_tokens=most_rows,
-            use_cascade_attn=False,
-            allow_microbatching=False,
-        )
+        mode, shape = self._shape_of(num_rows)
         if not runner.launches_at_once(mode):
             return False
 
-        known = [runner.request_states[req_id].draft.num_tokens for req_id in req_ids]
-        computed = np.array(known, np.int32)
+        computed = np.array([runner.request_states[r].draft.num_tokens for r in req_ids], np.int32)
+        unread = newest if isinstance(newest, torch.Tensor) else None
         if not isinstance(newest, torch.Tensor):
             computed -= 1
-            for row, (req_id, token) in enumerate(zip(req_ids, newest, strict=True)):
-                tokens = [token, *drafts.get(req_id, ())]
+            for row, (token, tree) in enumerate(zip(newest, next_trees, strict=True)):
                 start = int(computed[row])
-                batch.token_ids_cpu[row, start : start + len(tokens)] = tokens
-        batch.num_computed_tokens_cpu[:num_reqs] = computed
-        inputs = runner.lay_out(drafts, num_rows)
-        if isinstance(newest, torch.Tensor):
+                tokens = batch.token_ids_cpu[row, start : start + 1 + len(tree)]
+                tokens[0], tokens[1:] = token, tree.tokens
+        batch.num_computed_tokens_cpu[: len(req_ids)] = computed
+        plan = _plan_of(req_ids, next_trees, num_rows, computed)
+        runner.begin_step(plan)
+        prepared = runner.prepared_pass(shape)
+        if prepared is not None:
+            step = prepared.launch(num_rows, plan, unread)
+        else:
+            step = self._launch_as_vllm_does(num_rows, plan, unread, mode, shape)
+        runner.stats.num_passes_ahead += 1
+        runner.stats.num_passes_unread += unread is not None
+        self._launched = PassAhead(
+            req_ids,
+            num_rows,
+            computed,
+            {rows.req_id: rows.tree.tokens.tolist() for rows in plan.trees},
+            {rows.req_id: rows.tree for rows in plan.trees},
+            *step,
+        )
+        return True
+
+    def _shape_of(self, num_rows: npt.NDArray[np.int32]) -> tuple[CUDAGraphMode, BatchDescriptor]:
+        """How vLLM runs a step of these rows; asking it takes longer than looking it up."""
+        key = len(num_rows), int(num_rows.max()), int(num_rows.sum())
+        found = self._shapes.get(key)
+        if found is None:
+            num_reqs, most_rows, total = key
+            mode, shape, *_ = self.runner._determine_batch_execution_and_padding(
+                num_tokens=total,
+                num_reqs=num_reqs,
+                num_scheduled_tokens_np=num_rows,
+                max_num_scheduled_tokens=most_rows,
+                use_cascade_attn=False,
+                allow_microbatching=False,
+            )
+            if len(self._shapes) >= _MAX_SHAPES:
+                self._shapes.clear()
+            found = self._shapes[key] = mode, shape
+        return found
+
+    def _launch_as_vllm_does(
+        self,
+        num_rows: npt.NDArray[np.int32],
+        plan: VerifyPlan,
+        newest: torch.Tensor | None,
+        mode: CUDAGraphMode,
+        shape: BatchDescriptor,
+    ) -> tuple[Any, Any, Any]:
+        """For shapes that are not prepared; see :meth:`PreparedPass.launch`."""
+        runner = self.runner
+        num_reqs, total, most_rows = len(num_rows), int(num_rows.sum()), int(num_rows.max())
+        inputs = runner.step_inputs.fill(num_rows, plan)
+        if newest is not None:
             runner.input_ids.gpu[:num_reqs].copy_(newest)
         is_full = mode is CUDAGraphMode.FULL
         padded, padded_reqs = shape.num_tokens, shape.num_reqs or num_reqs
         slots_by_group, slots = runner._get_slot_mappings(
             num_tokens_padded=padded, num_reqs_padded=padded_reqs, num_tokens_unpadded=total
         )
+        req_ids = runner.input_batch.req_ids
         metadata = runner._build_attention_metadata(
             num_tokens=total,
             num_tokens_padded=padded if is_full else None,
@@ -198,19 +253,7 @@ class PassesAhead:
             output = runner._model_forward(
                 input_ids=runner.input_ids.gpu[:padded], positions=runner.positions[:padded]
             )
-        runner.stats.num_passes_ahead += 1
-        runner.stats.num_passes_unread += isinstance(newest, torch.Tensor)
-        self._launched = PassAhead(
-            req_ids,
-            num_rows,
-            computed,
-            drafts,
-            drafted,
-            inputs,
-            metadata,
-            output,
-        )
-        return True
+        return inputs, metadata, output
 
     def take(
         self, scheduler_output: SchedulerOutput, num_rows: npt.NDArray[np.int32]
@@ -227,12 +270,37 @@ class PassesAhead:
         self._next_pause = _FIRST_PAUSE
         return launched
 
+    def forget(self) -> PassAhead | None:
+        """Hands out the launched pass, whichever step it is for; None where there is none."""
+        launched, self._launched = self._launched, None
+        return launched
+
     def drop(self) -> None:
         """Forgets a launched pass: the step is another, or the model or its cache changes."""
-        launched, self._launched = self._launched, None
+        launched = self.forget()
         if launched is None:
             return
         self.runner.expect(launched.trees)  # the next step may still bring them
         self.runner.stats.num_passes_dropped += 1
         self._pause = self._next_pause
         self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
+
+
+def _plan_of(
+    req_ids: Sequence[str],
+    trees: Sequence[DraftTree],
+    num_rows: npt.NDArray[np.int32],
+    computed: npt.NDArray[np.int32],
+) -> VerifyPlan:
+    """The plan of a step of decodes whose trees are known."""
+    starts = np.cumsum(num_rows) - num_rows
+    rows = enumerate(
+        zip(req_ids, starts.tolist(), computed.tolist(), trees, strict=True),
+    )
+    return VerifyPlan(
+        tuple(
+            TreeRows(req_id, row, start, start, position, tree)
+            for row, (req_id, start, position, tree) in rows
+            if len(tree)
+        )
+    )

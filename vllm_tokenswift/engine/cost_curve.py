@@ -121,7 +121,13 @@ class CostCurve:
             chain_short = max(0.0, per_chain[0] - chain_context * short)
         draft = ((short, verify[0][1]), (long, fastest["long"]))
         return CostModel(
-            verify, context, chain_short, chain_context, draft, heads_ms, host_bound_ms
+            verify,
+            context_ms_per_token=context,
+            chain_ms=chain_short,
+            chain_context_ms_per_token=chain_context,
+            draft_points=draft,
+            heads_ms=heads_ms,
+            host_bound_ms=host_bound_ms,
         )
 
     def plain_ms(self, shapes: Sequence[Shape], short: int) -> float:

@@ -16,7 +16,6 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from vllm_tokenswift.engine.ahead import PassesAhead
 from vllm_tokenswift.engine.next_step import NextStep
 from vllm_tokenswift.metrics import Stats
 from vllm_tokenswift.sampling.walk import Accepted, RowGroup
@@ -96,5 +95,5 @@ def _step_ms(runner: TokenSwiftRunnerMixin, next_step: NextStep, tokens: list[in
     next_step.draft()
     ms = 1e3 * (time.perf_counter() - start)
     torch.accelerator.synchronize()
-    runner.ahead = PassesAhead(runner)  # without its pass, which nobody comes for
+    runner.ahead.forget()  # nobody comes for its pass
     return ms

@@ -97,9 +97,10 @@ class NextStep:
         if is_launched:
             return {}
         drafted = {r.req_id: tree for r, tree in zip(requests, trees, strict=True)}
-        runner.expect(drafted)
-        if runner.launches_ahead:
-            runner.ahead.launch(drafted, [emitted.tokens for emitted in self._accepted])
+        if not runner.launches_ahead or not runner.ahead.launch(
+            drafted, [emitted.tokens for emitted in self._accepted]
+        ):
+            runner.expect(drafted)
         return drafted
 
     def _may_draft(

@@ -22,13 +22,14 @@ import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.distributed import get_tp_group
+from vllm.forward_context import BatchDescriptor
 from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_tokenswift.draft.state import DraftState
 from vllm_tokenswift.engine import step_layout
-from vllm_tokenswift.engine.ahead import PassAhead, PassesAhead
+from vllm_tokenswift.engine.ahead import PassAhead, PassesAhead, PreparedPass
 from vllm_tokenswift.engine.cost_curve import (
     MakePass,
     Pass,
@@ -141,6 +142,7 @@ class TokenSwiftRunnerMixin(_Runner):
     def draft_with(self, drafter: Drafter) -> None:
         """To be called while no request is running."""
         self.drafting, self.next_step = drafter, NextStep(self, drafter)
+        self.ahead = PassesAhead(self)
 
     def forward_rows(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:
         """A pass of the target over some rows; call it inside a forward context."""
@@ -261,9 +263,9 @@ class TokenSwiftRunnerMixin(_Runner):
         if self._ready is not None:
             return self._ready.inputs
         drafts = scheduler_output.scheduled_spec_decode_tokens
+        self.begin_step(self._make_plan(drafts, num_scheduled_tokens))
         if num_scheduled_tokens.max() <= 1 + self.num_spec_tokens:
-            return self.lay_out(drafts, num_scheduled_tokens)
-        self._plan, self._dead_nodes = self._make_plan(drafts, num_scheduled_tokens), {}
+            return self.step_inputs.fill(num_scheduled_tokens, self._plan)
         self.step_inputs.forget_tables()
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         for rows in self._plan.branching:
@@ -273,13 +275,9 @@ class TokenSwiftRunnerMixin(_Runner):
             self.positions[rows.root_row : stop].copy_(positions, non_blocking=True)
         return prepared
 
-    def lay_out(self, drafts: Mapping[str, list[int]], num_rows: np.ndarray) -> Any:
-        """The inputs of a step of decodes, as ``_prepare_inputs`` returns them.
-
-        drafts: of each request that has any; num_rows: int32 ``[requests]``, query rows.
-        """
-        self._plan, self._dead_nodes = self._make_plan(drafts, num_rows), {}
-        return self.step_inputs.fill(num_rows, self._plan)
+    def begin_step(self, plan: VerifyPlan) -> None:
+        """To be called before the inputs of a step are laid out."""
+        self._plan, self._dead_nodes = plan, {}
 
     def expect(self, trees: Mapping[str, DraftTree]) -> None:
         """Trees, by request, that a coming step may bring."""
@@ -360,6 +358,9 @@ class TokenSwiftRunnerMixin(_Runner):
         accepted, logprobs = self.scorer.score(logits, groups, feed)
         self.follow(self.next_step, groups, accepted, self._head_states())
         self._drafts = self._draft() if may_go_on else None
+        for group, emitted in zip(groups, accepted, strict=True):  # while the device works
+            if emitted.tokens and group.req_id not in self._placeholders:
+                self.stats.observe(group.tree, emitted.nodes, len(emitted.tokens))
         # On the host: vLLM's bookkeeping, their one reader, wants them there.
         return SamplerOutput(sampled_token_ids(accepted, torch.device("cpu")), logprobs)
 
@@ -409,8 +410,6 @@ class TokenSwiftRunnerMixin(_Runner):
             req_id, tokens = group.req_id, emitted.tokens
             if not tokens:
                 continue
-            if req_id not in self._placeholders:
-                self.stats.observe(group.tree, emitted.nodes, len(tokens))
             self.request_states[req_id].draft.extend(tokens)
             if self.recorder is not None:
                 self.recorder.iteration(req_id, group.tree, emitted.nodes, tokens, len(groups))
@@ -453,6 +452,10 @@ class TokenSwiftRunnerMixin(_Runner):
     # -- the next step, ahead of its schedule ---------------------------------------
 
     launches_ahead = False  # where passes run by themselves, once launched
+
+    def prepared_pass(self, shape: BatchDescriptor) -> PreparedPass | None:
+        """What launches a pass of that shape with less work for the host, where there is one."""
+        return None
 
     def launches_at_once(self, mode: CUDAGraphMode) -> bool:
         """Whether a pass that runs so is launched in less time than vLLM takes for a step."""

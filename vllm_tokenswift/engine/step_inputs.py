@@ -9,6 +9,7 @@ whose passes are long, stay with vLLM.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,10 +20,28 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm_tokenswift.engine.staging import Staging
 from vllm_tokenswift.engine.step_layout import lay_out_rows
 from vllm_tokenswift.engine.verify_plan import VerifyPlan
-from vllm_tokenswift.tree import EMPTY_TREE
 
 if TYPE_CHECKING:
     from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
+
+
+@dataclass(frozen=True)
+class RowArrays:
+    """Where a step's inputs are laid out, on the host.
+
+    positions, slots: int64 ``[rows]``; token_ids: int32 ``[rows]``; logits_indices: int32
+    ``[logits rows]``; starts: int32 ``[most requests + 1]``, first row of each request, never
+    falling to the end; seq_lens, prefix_lens: int32 ``[most requests]``, tokens of each
+    with and without its rows, 0 behind the batch. Arrays by row may be longer.
+    """
+
+    positions: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[np.int32]
+    logits_indices: npt.NDArray[np.int32]
+    starts: npt.NDArray[np.int32]
+    seq_lens: npt.NDArray[np.int32]
+    prefix_lens: npt.NDArray[np.int32]
 
 
 class StepInputs:
@@ -31,7 +50,6 @@ class StepInputs:
     def __init__(self, runner: TokenSwiftRunnerMixin) -> None:
         self.runner = runner
         self._staging = Staging(runner.device)
-        self._prefix_lens = np.zeros(runner.max_num_reqs, np.int32)
         # The block table's rows as they are on the device; unknown at first.
         self._tables = np.empty((0, 0), np.int32)
 
@@ -50,6 +68,48 @@ class StepInputs:
             # Rows behind the batch's own may be overwritten as padding.
             self._tables = self._tables[:num_reqs]
 
+    def lay_out(
+        self, num_scheduled_tokens: npt.NDArray[np.int32], plan: VerifyPlan, rows: RowArrays
+    ) -> npt.NDArray[np.int64]:
+        """Fills ``rows`` and what vLLM keeps of a step on the host; returns drafts by request.
+
+        num_scheduled_tokens: int32 ``[requests]``, query rows of each.
+        """
+        runner = self.runner
+        batch = runner.input_batch
+        num_reqs = batch.num_reqs
+        self._commit_tables(num_reqs)
+        num_drafts = np.zeros(num_reqs, np.int64)
+        for tree in plan.trees:
+            num_drafts[tree.batch_row] = len(tree.tree)
+        computed = batch.num_computed_tokens_cpu[:num_reqs]
+        lay_out_rows(
+            num_scheduled_tokens,
+            computed,
+            num_drafts,
+            plan.parents,
+            batch.token_ids_cpu,
+            batch.block_table[0].get_numpy_array(),
+            runner.tree_attention.block_size,
+            rows.positions,
+            rows.slots,
+            rows.token_ids,
+            rows.logits_indices,
+            rows.starts,
+        )
+        seq_lens = computed + num_scheduled_tokens
+        for lengths, of_requests in (
+            (rows.seq_lens, seq_lens),
+            (rows.prefix_lens, computed),
+            (runner.optimistic_seq_lens_cpu.numpy(), seq_lens),
+        ):
+            lengths[:num_reqs] = of_requests
+            lengths[num_reqs:] = 0
+        runner.query_start_loc.np[:] = rows.starts
+        num_tokens = [runner.requests[req_id].num_tokens for req_id in batch.req_ids]
+        runner.discard_request_mask.np[:num_reqs] = seq_lens < np.asarray(num_tokens)
+        return num_drafts
+
     def fill(
         self, num_scheduled_tokens: npt.NDArray[np.int32], plan: VerifyPlan
     ) -> tuple[torch.Tensor, SpecDecodeMetadata, int]:
@@ -58,55 +118,32 @@ class StepInputs:
         num_scheduled_tokens: int32 ``[requests]``, query rows of each.
         """
         runner = self.runner
-        batch = runner.input_batch
-        num_reqs = batch.num_reqs
-        self._commit_tables(num_reqs)
-
-        num_drafts = np.zeros(num_reqs, np.int64)
-        for tree in plan.trees:
-            num_drafts[tree.batch_row] = len(tree.tree)
-        parents = [rows.tree.parents for rows in plan.trees] or [EMPTY_TREE.parents]
         num_rows = int(num_scheduled_tokens.sum())
-        computed = batch.num_computed_tokens_cpu[:num_reqs]
-        table = batch.block_table[0]
-        positions, slots = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
-        token_ids = np.empty(num_rows, np.int32)
-        logits_indices = np.empty(num_reqs + int(num_drafts.sum()), np.int32)
-        starts = runner.query_start_loc.np
-        lay_out_rows(
-            num_scheduled_tokens,
-            computed,
-            num_drafts,
-            np.concatenate(parents),
-            batch.token_ids_cpu,
-            table.get_numpy_array(),
-            runner.tree_attention.block_size,
-            positions,
-            slots,
-            token_ids,
-            logits_indices,
-            starts,
+        num_logits = runner.input_batch.num_reqs + sum(len(rows.tree) for rows in plan.trees)
+        starts = runner.query_start_loc
+        rows = RowArrays(
+            positions=np.empty(num_rows, np.int64),
+            slots=np.empty(num_rows, np.int64),
+            token_ids=np.empty(num_rows, np.int32),
+            logits_indices=np.empty(num_logits, np.int32),
+            starts=np.empty(len(starts.np), np.int32),
+            seq_lens=np.empty(runner.max_num_reqs, np.int32),
+            prefix_lens=np.empty(runner.max_num_reqs, np.int32),
         )
-        seq_lens = computed + num_scheduled_tokens
-        num_tokens = [runner.requests[req_id].num_tokens for req_id in batch.req_ids]
-        runner.discard_request_mask.np[:num_reqs] = seq_lens < np.asarray(num_tokens)
-        lengths = runner.optimistic_seq_lens_cpu.numpy()
-        lengths[:num_reqs] = seq_lens
-        lengths[num_reqs:] = 0
-
-        given = [
-            (runner.positions[:num_rows], positions),
-            (table.slot_mapping.gpu[:num_rows], slots),
-            (runner.input_ids.gpu[:num_rows], token_ids),
-            (runner.seq_lens, lengths),
-            (runner.query_start_loc.gpu, starts),
+        num_drafts = self.lay_out(num_scheduled_tokens, plan, rows)
+        given: list[tuple[torch.Tensor, npt.NDArray[Any]]] = [
+            (runner.positions[:num_rows], rows.positions),
+            (runner.input_batch.block_table[0].slot_mapping.gpu[:num_rows], rows.slots),
+            (runner.input_ids.gpu[:num_rows], rows.token_ids),
+            (runner.seq_lens, rows.seq_lens),
+            (starts.gpu, rows.starts),
         ]
         if runner.prefix_lens is not None:
-            self._prefix_lens[:num_reqs] = computed
-            self._prefix_lens[num_reqs:] = 0
-            given.append((runner.prefix_lens, self._prefix_lens))
+            given.append((runner.prefix_lens, rows.prefix_lens))
         buffers = [buffer for buffer, _ in given]
-        *staged, indices = self._staging.to_device(*(values for _, values in given), logits_indices)
+        *staged, indices = self._staging.to_device(
+            *(values for _, values in given), rows.logits_indices
+        )
         # One launch for all buffers of a type.
         for chosen in (slice(0, 2), slice(2, None)):
             torch._foreach_copy_(buffers[chosen], staged[chosen])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vllm_tokenswift.tree import DraftTree
+from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,11 @@ class VerifyPlan:
     """The trees of one step, in batch-row order; requests without drafts are absent."""
 
     trees: tuple[TreeRows, ...] = ()
+
+    @property
+    def parents(self) -> npt.NDArray[np.int32]:
+        """int32 ``[drafts]``: the trees' parents, one after another."""
+        return np.concatenate([EMPTY_TREE.parents, *(rows.tree.parents for rows in self.trees)])
 
     @property
     def branching(self) -> tuple[TreeRows, ...]:
