@@ -75,3 +75,10 @@ def test_without_full_graphs_there_are_no_wide_ones(dispatcher: TreeGraphDispatc
     dispatcher.initialize_cudagraph_keys(CUDAGraphMode.PIECEWISE, 33)
     assert dispatcher.wide(1, 2) is None
     assert dispatcher.full(1, 1) is None
+
+
+def test_the_widest_trees_of_a_batch_are_those_that_have_a_graph(
+    dispatcher: TreeGraphDispatcher,
+) -> None:
+    """Here graphs hold 80 rows at most: 2 requests of 33, 4 of 16, 6 of 8."""
+    assert [dispatcher.widest(n) for n in (1, 2, 3, 4, 5, 6, 7)] == [33, 33, 16, 16, 8, 8, 1]

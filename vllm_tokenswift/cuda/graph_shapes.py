@@ -77,6 +77,14 @@ class TreeGraphDispatcher(CudagraphDispatcher):
         descriptor = wide_descriptor(count, width)
         return descriptor if descriptor in self.cudagraph_keys[CUDAGraphMode.FULL] else None
 
+    def widest(self, num_reqs: int) -> int:
+        """The most rows that each of so many requests may have for :meth:`wide` to find a shape;
+        1 where there is none."""
+        for width in reversed(self.widths[1:]):
+            if self.wide(num_reqs, width) is not None:
+                return width
+        return 1
+
     def full(self, num_reqs: int, max_rows: int) -> BatchDescriptor | None:
         """The same for any number of rows: a single one is plain decoding's."""
         if max_rows > 1:

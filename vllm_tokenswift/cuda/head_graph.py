@@ -34,7 +34,7 @@ from vllm_tokenswift.heads.model import ConditionedHead, DraftHeads
 from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
 from vllm_tokenswift.sampling.request import RequestState
 
-_COUNTS = (1, 2, 4, 8)  # requests of a captured descent
+_COUNTS = (1, 2, 4, 8, 16)  # requests of a captured descent
 # The likeliest tokens are found by one program a path: beyond this its registers run out.
 MAX_VOCABULARY = 32768
 

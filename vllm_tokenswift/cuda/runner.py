@@ -96,6 +96,11 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
             )
         return CUDAGraphMode.FULL, shape, False, None, stat
 
+    def most_drafts(self, num_reqs: int) -> int:
+        """What fits a full graph, where there is one: any other pass waits for the host."""
+        most, width = super().most_drafts(num_reqs), self.graphs.widest(num_reqs)
+        return min(most, width - 1) if width > 1 else most
+
     def launches_at_once(self, mode: CUDAGraphMode) -> bool:
         return mode is CUDAGraphMode.FULL
 

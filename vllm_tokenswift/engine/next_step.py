@@ -107,7 +107,7 @@ class NextStep:
         self, groups: Sequence[RowGroup], accepted: Sequence[Accepted]
     ) -> list[tuple[int, RequestState, int]]:
         """Who may be drafted for: batch row, state, and how many nodes there is room for."""
-        states, most = self.runner.request_states, self.runner.num_spec_tokens
+        states, most = self.runner.request_states, self.runner.most_drafts(len(groups))
         rows: list[tuple[int, RequestState, int]] = []
         for row, (group, emitted) in enumerate(zip(groups, accepted, strict=True)):
             state = states[group.req_id]

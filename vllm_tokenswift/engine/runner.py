@@ -449,6 +449,11 @@ class TokenSwiftRunnerMixin(_Runner):
         drafts, self._drafts = self._drafts, None
         return self._draft() if drafts is None else drafts
 
+    def most_drafts(self, num_reqs: int) -> int:
+        """The most nodes of a tree in a batch of so many requests."""
+        most: int = self.num_spec_tokens
+        return most
+
     # -- the next step, ahead of its schedule ---------------------------------------
 
     launches_ahead = False  # where passes run by themselves, once launched
