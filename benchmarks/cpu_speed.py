@@ -21,6 +21,7 @@ import sys
 from typing import Any
 
 from benchmarks import record
+from benchmarks.long_generation import NGRAM
 from benchmarks.prompts import NUMBERS, STORY
 from vllm_tokenswift import demo_model
 from vllm_tokenswift.demo.engine_process import EngineProcess
@@ -29,14 +30,7 @@ from vllm_tokenswift.demo.texts import PENALISED, WINDOWED_PENALTY, TextRequest,
 
 ENGINES: dict[str, dict[str, Any]] = {
     "plain": {"logits_processors": [WINDOWED_PENALTY]},
-    "ngram": {
-        "speculative_config": {
-            "method": "ngram",
-            "num_speculative_tokens": 8,
-            "prompt_lookup_max": 4,
-            "prompt_lookup_min": 2,
-        }
-    },
+    "ngram": {"speculative_config": NGRAM},
     "no heads": {"speculative_config": {"method": "tokenswift"}},
     "tokenswift": {"speculative_config": {"method": "tokenswift", "heads": demo_model.HEADS}},
 }

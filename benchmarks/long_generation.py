@@ -45,6 +45,7 @@ NGRAM = {
     "prompt_lookup_max": 4,
     "prompt_lookup_min": 2,
 }
+NGRAM_TOP_P = 0.9  # in place of min-p, which vLLM's own speculation refuses
 
 
 # -- the engine -------------------------------------------------------------------
@@ -82,7 +83,7 @@ def sampling_params(arguments: argparse.Namespace, max_tokens: int, seed: int) -
         values["seed"] = seed
     penalised = arguments.method == "tokenswift" or arguments.penalise_plain
     if arguments.method == "ngram":
-        values |= {"top_p": 0.9} if arguments.temperature > 0 else {}
+        values |= {"top_p": NGRAM_TOP_P} if arguments.temperature > 0 else {}
         values |= {"repetition_penalty": arguments.theta} if arguments.theta > 1 else {}
     else:
         values |= {"min_p": arguments.min_p} if arguments.temperature > 0 else {}

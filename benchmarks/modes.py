@@ -2,9 +2,11 @@
 
 An engine starts in half a minute, and every mode of every repeat would need one; a machine's
 drift between two of them would count. So there are two, kept and taking turns: plain vLLM, and
-TokenSwift, which changes its mode while no request is running.
+TokenSwift, which changes its mode while no request is running. Where it is asked for, a third is
+vLLM with its own n-gram speculation, which cannot write all that the others write
+(:func:`batch_for`).
 
-A mode is everything that TokenSwift's options decide: the options themselves, which every
+A mode of TokenSwift is everything that its options decide: the options themselves, which every
 request reads when it comes, the node limit, the heads, and the :class:`Drafter` that is made
 of them. Each mode has a Drafter made as an engine that starts with these options makes it,
 measured costs included. Not quite as in an engine of its own are
@@ -25,15 +27,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import long_generation
 from vllm_tokenswift.demo.engine_process import EngineProcess
-from vllm_tokenswift.demo.texts import WINDOWED_PENALTY
+from vllm_tokenswift.demo.texts import WINDOWED_PENALTY, Batch
 from vllm_tokenswift.options import TokenSwiftOptions
 
 if TYPE_CHECKING:
     from vllm_tokenswift.engine.drafting import Drafter
     from vllm_tokenswift.heads.model import DraftHeads
 
-PLAIN, AUTO = "plain", "auto"
+PLAIN, AUTO, NGRAM = "plain", "auto", "ngram"
 
 _ONE_PASS = {"plan": "fixed", "self_draft": "off"}
 _NO_TABLE = {"ngram_k": 0}
@@ -53,7 +56,7 @@ _LONG_MODES = ("self-draft", "paper")
 
 
 def modes_for(num_tokens: int, heads: str | None) -> list[str]:
-    """The modes that mean something for texts of this length."""
+    """The modes, ``NGRAM`` aside, that mean something for texts of this length."""
     long = num_tokens > TokenSwiftOptions().budget_tokens
     fixed = [
         mode
@@ -81,13 +84,54 @@ def tokenswift_engine(heads: str | None) -> dict[str, Any]:
     }
 
 
+def ngram_engine() -> dict[str, Any]:
+    """Arguments of ``LLM`` that make it vLLM's with its own n-gram speculation."""
+    return {"speculative_config": long_generation.NGRAM}
+
+
+def engines_for(modes: Sequence[str], heads: str | None) -> dict[str, dict[str, Any]]:
+    """The engines that are kept for these modes: arguments of ``LLM``, by a mode of each.
+
+    ``AUTO`` is TokenSwift's, whichever of its modes are asked for.
+    """
+    own = {PLAIN: plain_engine(), AUTO: tokenswift_engine(heads)}
+    return {**own, NGRAM: ngram_engine()} if NGRAM in modes else own
+
+
+def ngram_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """What vLLM's n-gram speculation samples with where the others sample with ``sampling``.
+
+    It refuses min-p and logits processors. What comes nearest is top-p, and vLLM's own penalty,
+    which looks back over prompt and text, without a window. Both are vLLM's built-in code; on a
+    CPU its top-p sorts the vocabulary, which min-p does not.
+    """
+    nearest = {
+        name: value for name, value in sampling.items() if name not in ("min_p", "extra_args")
+    }
+    if "min_p" in sampling:
+        nearest["top_p"] = long_generation.NGRAM_TOP_P
+    if "extra_args" in sampling:
+        nearest["repetition_penalty"] = sampling["extra_args"]["penalty_theta"]
+    return nearest
+
+
+def batch_for(mode: str, batch: Batch) -> Batch:
+    """The batch as a mode can write it: see :func:`ngram_sampling`."""
+    if mode != NGRAM:
+        return batch
+    texts = [
+        dataclasses.replace(text, sampling=ngram_sampling(text.sampling)) for text in batch.texts
+    ]
+    return dataclasses.replace(batch, texts=texts)
+
+
 @contextmanager
 def engines(
     engine: Mapping[str, Any], heads: str | None, modes: Sequence[str], nodes: int
 ) -> Iterator[Callable[[str], EngineProcess]]:
-    """Two kept engines; yields what makes one of them write in a mode.
+    """Kept engines; yields what makes one of them write in a mode.
 
-    engine: arguments of ``LLM`` that both get. modes: those that will be asked for. nodes: see
+    engine: arguments of ``LLM`` that all get. modes: those that will be asked for. nodes: see
     :func:`options_of`. Raises ValueError where they are more than TokenSwift's engine has
     room for.
     """
@@ -95,16 +139,18 @@ def engines(
     if nodes > most:
         raise ValueError(f"fixed modes of {nodes} nodes: the engine drafts up to {most}")
     fixed = {mode: options_of(mode, nodes) for mode in modes if mode in FIXED_MODES}
-    with ExitStack() as kept:
-        plain = kept.enter_context(EngineProcess({**engine, **plain_engine()}))
-        tokenswift = kept.enter_context(EngineProcess({**engine, **tokenswift_engine(heads)}))
-        tokenswift.call("make_modes", fixed)
+    with ExitStack() as stack:
+        kept = {
+            mode: stack.enter_context(EngineProcess({**engine, **own}))
+            for mode, own in engines_for(modes, heads).items()
+        }
+        kept[AUTO].call("make_modes", fixed)
 
         def in_mode(mode: str) -> EngineProcess:
-            if mode == PLAIN:
-                return plain
-            tokenswift.call("change_mode", mode)
-            return tokenswift
+            if mode in (PLAIN, NGRAM):
+                return kept[mode]
+            kept[AUTO].call("change_mode", mode)
+            return kept[AUTO]
 
         yield in_mode
 

@@ -4,7 +4,7 @@
         [--texts story penalty ...] [--modes plain auto fixed ...]
 
 Five kinds of text at three batch sizes, written by plain vLLM, by TokenSwift as it plans for
-itself ("auto") and by its fixed modes. Ratios in one run: two engines are kept, of which
+itself ("auto") and by its fixed modes. Ratios in one run: engines are kept, of which
 TokenSwift's changes its mode between batches (benchmarks/modes.py), and all modes take turns
 text by text, in one order and back, so that a slow minute of the machine hits all of them;
 medians over the repeats, with their range. Each repeat has seeds of its own, the same for all
@@ -14,10 +14,17 @@ The best fixed mode is the one with the best median, chosen for each text and ba
 fact: no mode that anybody could have set beforehand is as good on all of them. Fixed modes
 draft ``--nodes`` nodes every time; "auto" may draft up to the default.
 
+``--modes ... ngram`` adds vLLM's own n-gram speculation, in an engine of its own. It is no fixed
+mode, and "auto" is not held against it. It refuses min-p and the windowed penalty, and writes the
+text that is sampled with these with top-p 0.9 and vLLM's repetition penalty 1.1 instead
+(``modes.ngram_sampling``): another text than the other modes write. The record says so. On a CPU
+vLLM's top-p sorts the vocabulary, which counts against it there.
+
 The record is written after every repeat. In the end it also holds how fast the planner follows
 a text that changes kind half-way (benchmarks/change.py).
 
-On a GPU both engines share its memory, and another model is given so (benchmarks/geometry.py):
+On a GPU the engines share its memory: two get 0.4 of it each, three 0.27. Another model is given
+so (benchmarks/geometry.py):
 
     python -m benchmarks.planner --model MODEL --heads HEADS --tokens 500 300 200 \
         --engine '{"gpu_memory_utilization": 0.4}'
@@ -36,7 +43,17 @@ from typing import Any
 import torch
 
 from benchmarks import change, record
-from benchmarks.modes import AUTO, FIXED_MODES, PLAIN, engines, modes_for
+from benchmarks.modes import (
+    AUTO,
+    FIXED_MODES,
+    NGRAM,
+    PLAIN,
+    batch_for,
+    engines,
+    engines_for,
+    modes_for,
+    ngram_sampling,
+)
 from benchmarks.prompts import CODE, RANDOM_NUMBERS, STORIES
 from vllm_tokenswift import demo_model
 from vllm_tokenswift.demo.measures import distinct
@@ -44,7 +61,7 @@ from vllm_tokenswift.demo.texts import PENALISED, Batch, TextRequest, WrittenBat
 
 GOAL = 0.97
 _WARM_UP_TOKENS = 8
-_GPU_SHARE = 0.4  # of its memory, for each of two engines
+_GPU_SHARES = {2: 0.4, 3: 0.27}  # by the number of engines
 _PROMPT_TOKENS = 256  # more than a prompt has in its chat template
 
 
@@ -110,27 +127,28 @@ def summary(by_mode: dict[str, list[WrittenBatch]]) -> dict[str, Any]:
         for name, other in against.items()
     }
     plain = rates[PLAIN]
+    # TokenSwift alone counts.
+    counted = {mode: [w.stats for w in all_] for mode, all_ in by_mode.items() if all_[0].stats}
     return {
         "tokens_per_second": rates,
         "times_plain": {
             mode: [a / b for a, b in zip(rate, plain, strict=True)] for mode, rate in rates.items()
         },
         "tokens_per_iteration": {
-            mode: [w.stats["num_emitted_tokens"] / w.stats["num_iterations"] for w in by_mode[mode]]
-            for mode in rates
-            if mode != PLAIN
+            mode: [stats["num_emitted_tokens"] / stats["num_iterations"] for stats in all_]
+            for mode, all_ in counted.items()
         },
         "best_fixed_mode": best,
         "auto_to": ratios,
         "reaches_goal": {name: statistics.median(r) >= GOAL for name, r in ratios.items()},
         "distinct_4": statistics.mean(distinct(t.tokens, 4) for t in by_mode[AUTO][0].texts),
-        "stats": {mode: all_[0].stats for mode, all_ in by_mode.items() if mode != PLAIN},
+        "stats": {mode: all_[0] for mode, all_ in counted.items()},
     }
 
 
 def table(results: list[dict[str, Any]]) -> str:
     """A row for each text and batch: rates over plain, and what "auto" reaches of the best."""
-    modes = [mode for mode in (AUTO, *FIXED_MODES) if mode in results[0]["times_plain"]]
+    modes = [mode for mode in (AUTO, *FIXED_MODES, NGRAM) if mode in results[0]["times_plain"]]
     header = [
         *("text", "Distinct-4", "batch", "plain tokens/s"),
         *(f"{mode}, times plain" for mode in modes),
@@ -155,6 +173,16 @@ def table(results: list[dict[str, Any]]) -> str:
     return record.markdown(header, rows)
 
 
+def sampled_otherwise(kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What ngram samples with, by label, in those kinds of text where it is something else."""
+    nearest = {kind: ngram_sampling(KINDS[kind].sampling) for kind in kinds}
+    return {
+        KINDS[kind].label: sampling
+        for kind, sampling in nearest.items()
+        if sampling != KINDS[kind].sampling
+    }
+
+
 def _with_range(values: list[float]) -> str:
     middle = f"{statistics.median(values):.2f}"
     return middle if len(values) == 1 else f"{middle} ({min(values):.2f} to {max(values):.2f})"
@@ -162,13 +190,15 @@ def _with_range(values: list[float]) -> str:
 
 def main() -> int:
     arguments = _arguments()
+    modes = arguments.modes
     num_tokens = dict(zip(arguments.batches, arguments.tokens, strict=True))
+    otherwise = sampled_otherwise(arguments.texts) if NGRAM in modes else {}
     engine = {
         "model": arguments.model or str(demo_model.prepare()),
         "dtype": "bfloat16",
         "max_model_len": max(arguments.tokens) + _PROMPT_TOKENS,
         "max_num_seqs": max(arguments.batches),
-        **({"gpu_memory_utilization": _GPU_SHARE} if torch.cuda.is_available() else {}),
+        **({"gpu_memory_utilization": gpu_share(modes)} if torch.cuda.is_available() else {}),
         **arguments.engine,
     }
     surroundings = record.surroundings()
@@ -185,24 +215,31 @@ def main() -> int:
             for kind in arguments.texts
             for size, length in num_tokens.items()
         ]
-        rendered = table(results) + (f"\n\n{change.table(changes)}" if changes else "")
-        print(rendered, flush=True)
-        path = record.write(
-            "planner", {**surroundings, "results": results, "changes": changes}, rendered
+        notes = [
+            f'ngram writes "{text}" with {json.dumps(sampling)}: it has neither min-p nor the '
+            "windowed penalty."
+            for text, sampling in otherwise.items()
+        ]
+        rendered = "\n\n".join(
+            [table(results), *notes, *([change.table(changes)] if changes else [])]
         )
+        print(rendered, flush=True)
+        found = {"results": results, "ngram_samples_with": otherwise, "changes": changes}
+        path = record.write("planner", {**surroundings, **found}, rendered)
         print(f"written to {path.name}", flush=True)
 
-    modes = arguments.modes
     print("starting the engines", flush=True)
     with engines(engine, arguments.heads, modes, arguments.nodes) as in_mode:
         for mode in modes:
             print(f"warming up: {mode}", flush=True)
             first = batches(arguments.texts, num_tokens, repeat=0)
-            in_mode(mode).warm_up_batches(first, _WARM_UP_TOKENS)
+            in_mode(mode).warm_up_batches(
+                [batch_for(mode, batch) for batch in first], _WARM_UP_TOKENS
+            )
         for repeat in range(arguments.repeats):
             for job in batches(arguments.texts, num_tokens, repeat):
                 for mode in modes[:: -1 if repeat % 2 else 1]:
-                    [written] = in_mode(mode).write([job])
+                    [written] = in_mode(mode).write([batch_for(mode, job)])
                     runs.setdefault(job.name, {}).setdefault(mode, []).append(written)
                     print(
                         f"repeat {repeat + 1} of {arguments.repeats}: {job.name}, {mode}: "
@@ -212,6 +249,11 @@ def main() -> int:
             write(changes=[])
     write(change.measure())
     return 0
+
+
+def gpu_share(modes: Sequence[str]) -> float:
+    """Of a GPU's memory, for each of the engines that are kept for these modes."""
+    return _GPU_SHARES[len(engines_for(modes, heads=None))]
 
 
 def _arguments() -> argparse.Namespace:
@@ -228,9 +270,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--modes",
         nargs="+",
-        choices=[PLAIN, AUTO, *FIXED_MODES],
-        help="plain and auto are always among them (default: all that mean something for "
-        "texts of this length)",
+        choices=[PLAIN, AUTO, *FIXED_MODES, NGRAM],
+        help="plain and auto are always among them; ngram is vLLM's own, in a third engine "
+        "(default: all of TokenSwift's that mean something for texts of this length)",
     )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
@@ -245,8 +287,8 @@ def _arguments() -> argparse.Namespace:
         "--engine",
         type=json.loads,
         default={},
-        help="arguments of both engines, as JSON (on a GPU they get "
-        f"gpu_memory_utilization {_GPU_SHARE} each unless it says otherwise)",
+        help="arguments of all engines, as JSON (on a GPU they get gpu_memory_utilization "
+        f"{_GPU_SHARES[2]} each, or {_GPU_SHARES[3]} with ngram, unless it says otherwise)",
     )
     arguments = parser.parse_args()
     if len(arguments.tokens) != len(arguments.batches):

@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
 
-from benchmarks import modes
+from benchmarks import modes, planner
 from benchmarks.prompts import STORY
 from vllm_tokenswift import demo_model as embedded
 from vllm_tokenswift.demo.engine_process import EngineProcess
-from vllm_tokenswift.demo.texts import Batch, TextRequest, WrittenBatch
+from vllm_tokenswift.demo.texts import PENALISED, Batch, TextRequest, WrittenBatch
 from vllm_tokenswift.options import TokenSwiftOptions
 
 NODES = 5
@@ -124,3 +127,40 @@ def test_modes_with_a_draft_pass_wait_for_texts_longer_than_its_budget() -> None
     short, long = (modes.modes_for(tokens, "heads") for tokens in (400, 4000))
     assert set(long) - set(short) == {"self-draft", "paper"}
     assert "heads" not in modes.modes_for(400, None)
+
+
+def test_an_engine_for_vllms_own_speculation_is_kept_where_it_is_asked_for() -> None:
+    for asked in ([modes.PLAIN, modes.AUTO], modes.modes_for(4000, "heads")):
+        assert set(modes.engines_for(asked, "heads")) == {modes.PLAIN, modes.AUTO}
+    kept = modes.engines_for([modes.AUTO, modes.NGRAM], "heads")
+    assert set(kept) == {modes.PLAIN, modes.AUTO, modes.NGRAM}
+
+
+def test_vllms_own_speculation_can_write_every_kind_of_text(
+    engine: dict[str, Any], tiny_model: Path
+) -> None:
+    config = EngineArgs(
+        **{**engine, **modes.ngram_engine(), "model": str(tiny_model)}, skip_tokenizer_init=True
+    ).create_engine_config()
+    assert config.speculative_config.method == "ngram"
+
+    def verify(sampling: dict[str, Any]) -> None:
+        params = SamplingParams(**sampling)
+        params.verify(config.model_config, config.speculative_config, None, None)
+
+    for batch in planner.batches(list(planner.KINDS), {2: 50}, repeat=0):
+        for text in modes.batch_for(modes.NGRAM, batch).texts:
+            verify(text.sampling)
+    with pytest.raises(VLLMValidationError, match="min_p"):
+        verify(PENALISED)
+
+
+def test_vllms_own_speculation_is_asked_for_the_same_texts_with_what_it_has_for_them() -> None:
+    penalised = {**PENALISED, **LENGTH, "seed": 3}
+    batch = Batch("story", [*BATCH.texts, TextRequest("penalised", STORY, penalised)])
+    for mode in (modes.PLAIN, modes.AUTO, *modes.FIXED_MODES):
+        assert modes.batch_for(mode, batch) == batch
+    nearest = {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.1, **LENGTH, "seed": 3}
+    assert modes.batch_for(modes.NGRAM, batch) == Batch(
+        "story", [*BATCH.texts, TextRequest("penalised", STORY, nearest)]
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from benchmarks import planner
@@ -9,20 +11,25 @@ from benchmarks.prompts import CODE, RANDOM_NUMBERS, STORIES
 from vllm_tokenswift.demo.texts import Written, WrittenBatch
 
 
-def written(rate: float, per_iteration: float = 1.0) -> WrittenBatch:
-    """One text of 101 tokens, the first of them from the prompt's pass."""
+def written(rate: float, per_iteration: float | None = None) -> WrittenBatch:
+    """One text of 101 tokens, the first of them from the prompt's pass.
+
+    per_iteration: tokens of each of TokenSwift's; None of an engine that is not its own.
+    """
     seconds = [1.0, 1.0 + 100 / rate]
-    stats = {"num_emitted_tokens": 100, "num_iterations": 100 / per_iteration}
+    counters = {"num_emitted_tokens": 100, "num_iterations": 100 / (per_iteration or 1.0)}
+    stats = counters if per_iteration else {}
     return WrittenBatch("a", [Written("a", list(range(101)), [1, 101], seconds)], stats)
 
 
-def summary(auto: list[float]) -> dict[str, object]:
+def summary(auto: list[float], **others: list[WrittenBatch]) -> dict[str, Any]:
     return planner.summary(
         {
             "plain": [written(10.0), written(20.0)],
             "auto": [written(rate, 2.5) for rate in auto],
-            "table": [written(15.0), written(30.0)],
-            "suffix": [written(20.0), written(40.0)],
+            "table": [written(15.0, 1.5), written(30.0, 1.5)],
+            "suffix": [written(20.0, 2.0), written(40.0, 2.0)],
+            **others,
         }
     )
 
@@ -48,6 +55,37 @@ def test_the_table_says_where_the_goal_is_missed() -> None:
 def test_the_table_says_how_far_auto_is_from_plain_in_every_repeat() -> None:
     [row] = planner.table([{"text": "a", "batch": 4, **summary([19.0, 42.0])}]).splitlines()[2:]
     assert row.startswith("| a | 1.00 | 4 | 15.0 | 2.00 (1.90 to 2.10) |")
+
+
+def test_vllms_own_speculation_is_compared_with_plain_and_is_no_fixed_mode() -> None:
+    faster_than_all = [written(30.0), written(90.0)]
+    result, without = summary([19.0, 42.0], ngram=faster_than_all), summary([19.0, 42.0])
+    assert result["times_plain"].pop("ngram") == pytest.approx([3.0, 4.5])
+    assert result["tokens_per_second"].pop("ngram") == pytest.approx([30.0, 90.0])
+    # It counts nothing, nothing is held against it, and it changes nothing else.
+    assert result == without
+    assert set(result["stats"]) == {"auto", "table", "suffix"}
+
+
+def test_the_table_has_a_column_for_vllms_own_speculation_where_it_was_asked_for() -> None:
+    result = summary([19.0, 42.0], ngram=[written(30.0), written(90.0)])
+    header, _, row = planner.table([{"text": "a", "batch": 4, **result}]).splitlines()
+    assert "| suffix, times plain | ngram, times plain | tokens/iteration (auto) |" in header
+    assert "| 2.00 (2.00 to 2.00) | 3.75 (3.00 to 4.50) | 2.50 | suffix |" in row
+    assert "ngram" not in planner.table([{"text": "a", "batch": 4, **summary([19.0, 42.0])}])
+
+
+def test_the_record_names_the_texts_that_vllms_own_speculation_samples_otherwise() -> None:
+    instead = {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.1}
+    assert planner.sampled_otherwise(list(planner.KINDS)) == {
+        "sampled, windowed penalty 1.1": instead
+    }
+    assert planner.sampled_otherwise(["story", "code"]) == {}
+
+
+def test_the_engines_together_fit_into_a_gpu() -> None:
+    assert planner.gpu_share(["plain", "auto", "table"]) == 0.4
+    assert planner.gpu_share(["plain", "auto", "ngram"]) == 0.27
 
 
 def test_the_requests_of_a_batch_write_different_texts() -> None:
