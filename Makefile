@@ -36,7 +36,7 @@ demo: model
 	$(ENGINE_ENV) $(BIN)/python -m vllm_tokenswift.demo
 
 test: model
-	$(TEST_ENV) $(BIN)/python -m pytest
+	$(TEST_ENV) $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 quality: venv
 	$(BIN)/ruff check .

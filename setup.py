@@ -37,6 +37,13 @@ setup(
     extras_require={
         "gpu": [f"vllm>={_minors[0]},<{_next_minor}"],
         "cpu": [_versions["CPU_BUILD"]],
-        "dev": ["mypy>=1.18", "pyarrow>=21", "pytest>=8.4", "ruff>=0.14", "scipy>=1.15"],
+        "dev": [
+            "mypy>=1.18",
+            "pyarrow>=21",
+            "pytest>=8.4",
+            "pytest-xdist>=3.8,<4",
+            "ruff>=0.14",
+            "scipy>=1.15",
+        ],
     },
 )

@@ -1,4 +1,4 @@
-"""What every test shares: where the demo model is, and tests that need a GPU."""
+"""What every test shares: where the demo model is, tests that need a GPU, the cores."""
 
 from __future__ import annotations
 
@@ -18,6 +18,32 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
+def _keep_to_own_cores() -> None:
+    """Gives each of pytest-xdist's workers a part of the cores, for all that it starts as well.
+
+    An OpenMP thread that waits for the others of its team keeps its core busy: where two engines
+    shared cores, each would spend its time waiting for threads that have none. To be called
+    before torch is imported, which then takes as many threads as there are cores left.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is not None:
+        number, count = int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[number::count])
+
+
+_keep_to_own_cores()
+
+MOST_WORKERS = 4  # each of them needs up to 5 GB of memory
+# Minutes each: no worker shall begin one of these when the others are done.
+LONGEST_FILES = (
+    "test_losslessness.py",
+    "test_modes.py",
+    "test_engine_process.py",
+    "test_cuda_kernels.py",
+    "test_tensor_parallel.py",
+)
+
+
 @functools.cache
 def _has_gpu() -> bool:
     import torch
@@ -25,7 +51,14 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """A worker for every core; none where there is one core, or a GPU, which is not shared."""
+    cores = len(os.sched_getaffinity(0))
+    return 0 if cores == 1 or _has_gpu() else min(cores, MOST_WORKERS)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST_FILES)
     for item in items:
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -15,6 +15,8 @@ def test_kernels_equal_their_eager_twins_in_tritons_interpreter() -> None:
     folder = Path(__file__).parent / "cuda"
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
+    # The run below is no worker of pytest-xdist, even where this one is.
+    environment.pop("PYTEST_XDIST_WORKER", None)
     result = subprocess.run(
         [*command, str(folder)], env=environment, capture_output=True, text=True, check=False
     )

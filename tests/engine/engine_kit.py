@@ -18,10 +18,10 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoConfig
 from vllm import LLM, SamplingParams, TokensPrompt
-from vllm.distributed import cleanup_dist_env_and_memory
 
 from vllm_tokenswift.heads.model import DraftHeads
 from vllm_tokenswift.heads.target import TargetShape
@@ -41,20 +41,32 @@ def engine(model: Path | str, **arguments: Any) -> Iterator[LLM]:
         "enforce_eager": True,
         "max_num_seqs": 8,
         "block_size": BLOCK,
-        "kv_cache_memory_bytes": 1 << 28,
+        "kv_cache_memory_bytes": 1 << 26,
         "enable_prefix_caching": False,
         "seed": 0,
     }
     if not (Path(model) / "tokenizer.json").exists():
         defaults["skip_tokenizer_init"] = True
-    llm = LLM(**{**defaults, **arguments})
+    with _garbage_kept():
+        llm = LLM(**{**defaults, **arguments})
     try:
         yield llm
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        with _garbage_kept():
+            llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
-        cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """vLLM asks for five full collections where an engine starts and stops.
+
+    In a process with all tests they take longer than everything else it does there.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "collect", lambda generation=2: 0)
+        yield
 
 
 def tokenswift(**options: Any) -> dict[str, Any]:

@@ -16,6 +16,9 @@ SCHEMA = {
     "additionalProperties": False,
 }
 
+# Of the demo model, whose tokens are larger than the tiny model's.
+MEMORY = {"kv_cache_memory_bytes": 1 << 28}
+
 
 def test_logprobs_are_those_of_plain_vllm(tiny_model):
     prompts = [prompt_of(20, 1), prompt_of(33, 2), prompt_of(9, 3)]
@@ -52,9 +55,9 @@ def test_structured_output_keeps_to_its_grammar_and_to_plain_vllm(demo_model):
         SamplingParams(temperature=0, max_tokens=60, structured_outputs=grammar),
         SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
     ]
-    with engine(demo_model) as llm:
+    with engine(demo_model, **MEMORY) as llm:
         plain = generate(llm, prompts, params)
-    with engine(demo_model, **tokenswift()) as llm:
+    with engine(demo_model, **MEMORY, **tokenswift()) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert runner_of(llm).stats.num_accepted_tokens > 10
     assert [list(o.outputs[0].token_ids) for o in outputs] == plain

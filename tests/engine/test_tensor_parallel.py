@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+from engine_kit import engine, generate, prompt_of, tokenswift
+from vllm import SamplingParams
 
-def written_by(model: Path, heads: Path, size: int, out: Path) -> dict[str, Any]:
-    program = Path(__file__).parent / "tensor_parallel_engine.py"
-    command = [sys.executable, program, model, heads, str(size), out]
-    environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, timeout=300, env=environment)
-    result: dict[str, Any] = json.loads(out.read_text())
-    return result
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
+    SamplingParams(temperature=0.7, seed=2, min_p=0.05, max_tokens=60, ignore_eos=True),
+]
 
 
-def test_two_ranks_write_what_one_writes_and_count_alike(tiny_model, conditioned_heads, tmp_path):
-    one = written_by(tiny_model, conditioned_heads, 1, tmp_path / "one.json")
-    two = written_by(tiny_model, conditioned_heads, 2, tmp_path / "two.json")
+def written_by(model: Path, heads: Path, **arguments: Any) -> dict[str, Any]:
+    """What an engine writes, alone and beside each other, and the counters of every rank."""
+    options = tokenswift(plan="auto", heads=str(heads), head_source="free")
+    prompts = [prompt_of(20, 0), prompt_of(45, 1)]
+    with engine(model, **options, **arguments) as llm:
+        texts = [generate(llm, [p], s)[0] for p, s in zip(prompts, PARAMS, strict=True)]
+        texts += generate(llm, prompts, PARAMS)
+        return {"texts": texts, "stats": llm.collective_rpc("tokenswift_stats")}
+
+
+def test_two_ranks_write_what_one_writes_and_count_alike(
+    tiny_model: Path, conditioned_heads: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = written_by(tiny_model, conditioned_heads)
+    # A core may be all there is for both.
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    two = written_by(tiny_model, conditioned_heads, **ranks)
     assert two["texts"] == one["texts"]
     first, second = two["stats"]
     assert first == second

@@ -170,27 +170,28 @@ def test_conditioned_heads_in_vllm_propose_what_the_trainers_do_along_every_path
     assert checked > 0
 
 
-@pytest.mark.parametrize("form", ["linear", "released"])
 def test_two_tensor_parallel_ranks_propose_alike_and_like_one(
-    tmp_path: Path, target_folder: Target, random_heads: Heads, form: str
+    tmp_path: Path, target_folder: Target, random_heads: Heads
 ) -> None:
-    model, heads, path = target_folder(), random_heads(form), tmp_path / "merged"
-    write_merged(heads, model, path)
+    model, forms = target_folder(), ("linear", "released")
+    made = {str(tmp_path / form): random_heads(form) for form in forms}
+    for path, heads in made.items():
+        write_merged(heads, model, Path(path))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     outs = [tmp_path / f"rank{rank}.json" for rank in range(2)]
     script = Path(__file__).parent / "tensor_parallel_rank.py"
+    given = [model, json.dumps(list(made)), port, json.dumps(PROMPT)]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), model, path, port, json.dumps(PROMPT), out]
-        )
+        subprocess.Popen([sys.executable, script, str(rank), *given, out])
         for rank, out in enumerate(outs)
     ]
     assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
     drafts = [json.loads(out.read_text()) for out in outs]
     assert drafts[0] == drafts[1]
     frozen = FrozenTarget(str(model), "float32", torch.device("cpu"))
-    states = frozen.hidden(torch.tensor([PROMPT]), heads.reads)[0]
-    alone = [(read @ frozen.lm_head.T).topk(3).indices.tolist() for read in heads(states)]
-    assert drafts[0] == alone
+    for heads, proposed in zip(made.values(), drafts[0], strict=True):
+        states = frozen.hidden(torch.tensor([PROMPT]), heads.reads)[0]
+        alone = [(read @ frozen.lm_head.T).topk(3).indices.tolist() for read in heads(states)]
+        assert proposed == alone
