@@ -23,15 +23,35 @@ def dispatcher() -> TreeGraphDispatcher:
     compilation.splitting_ops = list(compilation._attention_ops)
     compilation.cudagraph_capture_sizes = [1, 2, 4, 8, 40, 80]
     compilation.max_cudagraph_capture_size = 80
-    dispatcher = TreeGraphDispatcher(config, graph_widths(32))
+    dispatcher = TreeGraphDispatcher(config, graph_widths(32, group=1))
     dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL_AND_PIECEWISE, 33)
     return dispatcher
 
 
 def test_widths_go_from_a_plain_decode_to_the_widest_tree() -> None:
-    assert graph_widths(32) == (1, 4, 8, 16, 33)
-    assert graph_widths(8) == (1, 4, 8, 9)
-    assert graph_widths(1) == (1, 2)
+    assert graph_widths(32, group=1) == (1, 4, 8, 16, 33)
+    assert graph_widths(8, group=1) == (1, 4, 8, 9)
+    assert graph_widths(1, group=1) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "group", "widest"),
+    [
+        (32, 3, 33),  # 99 rows in a tile of 128
+        (32, 4, 32),
+        (32, 8, 32),  # two tiles, not three
+        (64, 4, 64),
+        (128, 4, 128),
+        (36, 4, 37),  # five nodes are more than a tile's last rows
+        (16, 16, 16),  # one is not, though eight rows fill a tile
+        (16, 14, 17),
+        (12, 128, 13),  # each row is a tile
+    ],
+)
+def test_a_few_drafts_do_not_begin_another_tile_of_attention(
+    num_drafts: int, group: int, widest: int
+) -> None:
+    assert graph_widths(num_drafts, group)[-1] == widest
 
 
 @pytest.mark.parametrize(

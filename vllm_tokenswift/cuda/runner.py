@@ -39,7 +39,10 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        self.graphs = TreeGraphDispatcher(vllm_config, graph_widths(self.num_spec_tokens))
+        group = self.model_config.get_num_attention_heads(
+            vllm_config.parallel_config
+        ) // self.model_config.get_num_kv_heads(vllm_config.parallel_config)
+        self.graphs = TreeGraphDispatcher(vllm_config, graph_widths(self.num_spec_tokens, group))
         self.cudagraph_dispatcher = self.graphs
         # What vLLM itself takes for uniform are plain decodes; graphs for trees are ours.
         self.uniform_decode_query_len = 1
