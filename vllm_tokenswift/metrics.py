@@ -7,6 +7,8 @@ from typing import Any
 
 from vllm_tokenswift.tree import DraftTree, Source
 
+_OF_THE_TEXT = (Source.NGRAM, Source.SUFFIX, Source.CONTEXT)
+
 
 @dataclass
 class Stats:
@@ -17,7 +19,7 @@ class Stats:
     num_emitted_tokens: tokens sampled; num_draft_tokens: nodes verified;
     num_accepted_tokens: the sum of ``a_i`` of the paper's equation for alpha.
     num_ngram_tokens: the sum of ``b_i`` of the equation for beta: tokens accepted
-    in iterations whose accepted path came from n-gram reuse (table or suffix).
+    in iterations whose accepted path came from n-gram reuse (table, suffix or context).
     num_passes_ahead: verify passes launched before their step was scheduled, of which
     num_passes_unread were launched before the tokens that they go on from had been read, and
     num_passes_dropped were for a step that did not come.
@@ -56,7 +58,7 @@ class Stats:
                 if nodes[source]:
                     name = source.name.lower()
                     total[name] = total.get(name, 0) + nodes[source]
-        if accepted_nodes and tree.sources[accepted_nodes[-1] - 1] in (Source.NGRAM, Source.SUFFIX):
+        if accepted_nodes and tree.sources[accepted_nodes[-1] - 1] in _OF_THE_TEXT:
             self.num_ngram_tokens += len(accepted_nodes)
 
     def alpha(self, gamma: int) -> float:

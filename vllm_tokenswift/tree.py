@@ -30,6 +30,7 @@ class Source(IntEnum):
     FREE_HEADS = 3
     NGRAM = 4
     SUFFIX = 5
+    CONTEXT = 6
 
 
 BySource = tuple[int, ...]

@@ -13,10 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_tokenswift.draft.compiled import entry, inner
+from vllm_tokenswift.draft.contexts import MOST_FOLLOWERS, likeliest_followers, mix_followers
 from vllm_tokenswift.draft.foresight import chance, weighed
 from vllm_tokenswift.draft.gain import (
     RATE,
     Floats,
+    context_cell,
     continued_match_cell,
     head_cell,
     match_cell,
@@ -29,6 +31,7 @@ from vllm_tokenswift.draft.suffix import continuation, find_matches
 from vllm_tokenswift.tree import Source
 
 Ints = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
 
 # Columns of the steps. A step's chance is its entry in ``rates``; its source a Source; its cell
 # where that chance is learned. The group below it is empty where the offer ends.
@@ -42,19 +45,26 @@ MAX_MATCHES = 3
 # how probable they have to be.
 FOLLOWED_HEAD_TOKENS = 2
 _FOLLOWED_HEAD_PROBABILITY = 0.1
+# Contexts that are opened, each the path to a token that is likely enough, and the followers of
+# each that are offered.
+_MOST_CONTEXTS = 24
+_LEAST_OPENED = 0.03
+_OFFERED_FOLLOWERS = 8
 
 _UNKNOWN, _SELF, _HEADS = int(Source.UNKNOWN), int(Source.SELF), int(Source.HEADS)
 _FREE_HEADS, _NGRAM, _SUFFIX = int(Source.FREE_HEADS), int(Source.NGRAM), int(Source.SUFFIX)
+_CONTEXT = int(Source.CONTEXT)
 
 
 def most_steps(max_depth: int, n: int, k: int, num_head_tokens: int) -> int:
     """Steps that all offers come to at most."""
     lookups = 1 + FOLLOWED_HEAD_TOKENS
     paths = (MAX_MATCHES + FOLLOWED_HEAD_TOKENS) * max_depth
-    return paths + lookups * k * (n - 1) + num_head_tokens + 2 * FOLLOWED_HEAD_TOKENS
+    contexts = _MOST_CONTEXTS * _OFFERED_FOLLOWERS
+    return paths + contexts + lookups * k * (n - 1) + num_head_tokens + 2 * FOLLOWED_HEAD_TOKENS
 
 
-MOST_ROOTS = MAX_MATCHES + 1 + 1 + 2 * FOLLOWED_HEAD_TOKENS
+MOST_ROOTS = MAX_MATCHES + 1 + 1 + 1 + 2 * FOLLOWED_HEAD_TOKENS
 
 
 @inner
@@ -203,15 +213,23 @@ def offer_text(
     roots: Ints,
     token: int,
     max_depth: int,
+    context_keys: Longs,
+    contexts: Ints,
+    followers: Ints,
+    recent: Ints,
+    noise_kind: int,
+    keys: Keys,
 ) -> tuple[int, int]:
     """What the text offers behind ``token``, its last; (steps, roots).
 
     num_tokens: of the indexed text. max_match, k: 0 for no continuations, no n-grams.
+    context_keys, contexts, followers, recent: the arrays of a :class:`ContextTable`, which offers
+    nothing where it is empty or there is no noise.
     """
     matches = find_matches(text, edges, num_tokens, max_match, MAX_MATCHES)
     rows = ranked(ngrams, firsts, k, token)
     total = firsts[first_row(firsts, token), TOTAL]
-    return _offer_after(
+    at, num_roots = _offer_after(
         steps,
         rates,
         0,
@@ -226,6 +244,81 @@ def offer_text(
         total,
         max_depth,
     )
+    if noise_kind != NO_NOISE and len(context_keys) > 0:
+        end, size = _add_contexts(
+            steps,
+            rates,
+            at,
+            cells,
+            context_keys,
+            contexts,
+            followers,
+            recent,
+            max_depth,
+            noise_kind,
+            keys,
+        )
+        if size > 0:
+            roots[num_roots, 0], roots[num_roots, 1] = at, size
+            at, num_roots = end, num_roots + 1
+    return at, num_roots
+
+
+@inner
+def _add_contexts(
+    steps: Ints,
+    rates: Floats,
+    at: int,
+    cells: Floats,
+    context_keys: Longs,
+    contexts: Ints,
+    followers: Ints,
+    recent: Ints,
+    max_depth: int,
+    noise_kind: int,
+    keys: Keys,
+) -> tuple[int, int]:
+    """What followed the newest tokens before, the likeliest paths opened first, as one offer.
+
+    Returns the number of steps, and the size of the first group, which stands at ``at``.
+    """
+    # Of every step: the step above (-1: none), its depth, its path's chance until it is opened.
+    first, most = at, _MOST_CONTEXTS * _OFFERED_FOLLOWERS
+    above, depths = np.empty(most, np.int32), np.empty(most, np.int32)
+    paths = np.empty(most)
+    found, shares = np.empty(MOST_FOLLOWERS, np.int32), np.empty(MOST_FOLLOWERS)
+    newest = recent.copy()
+    opened, depth, path, root_size = -1, 0, 1.0, 0
+    for context in range(_MOST_CONTEXTS):
+        number = mix_followers(context_keys, contexts, followers, newest, found, shares)
+        key = position_key(noise_kind, keys, depth)
+        number = likeliest_followers(found, shares, number, noise_kind, key, _OFFERED_FOLLOWERS)
+        if context == 0:
+            root_size = number
+        elif number > 0:
+            steps[opened, BELOW], steps[opened, NUM_BELOW] = at, number
+        for place in range(number):
+            cell = context_cell(shares[place], depth + 1)
+            rate = cells[cell, RATE]
+            _add(steps, rates, at, found[place], _CONTEXT, cell, rate)
+            above[at - first], depths[at - first] = opened, depth + 1
+            paths[at - first] = path * rate
+            at += 1
+        best, path = -1, _LEAST_OPENED
+        for step in range(at - first):
+            if paths[step] > path and depths[step] < max_depth:
+                best, path = step, paths[step]
+        if best < 0:
+            break
+        paths[best] = 0.0
+        opened, depth = first + best, depths[best]
+        order, step = 0, opened
+        while order < len(newest) and step >= 0:
+            newest[order] = steps[step, TOKEN]
+            order, step = order + 1, above[step - first]
+        for older in range(len(newest) - order):
+            newest[order + older] = recent[older]
+    return at, root_size
 
 
 @inner

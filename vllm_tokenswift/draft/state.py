@@ -10,6 +10,7 @@ import numpy as np
 from vllm_tokenswift.draft import offers
 from vllm_tokenswift.draft.candidates import HeadCandidates
 from vllm_tokenswift.draft.commit import commit
+from vllm_tokenswift.draft.contexts import NO_CONTEXTS, ContextArrays, ContextTable
 from vllm_tokenswift.draft.foresight import NO_KEYS, Foresight
 from vllm_tokenswift.draft.gain import new_cells
 from vllm_tokenswift.draft.ngrams import NgramTable
@@ -50,6 +51,8 @@ class DraftState:
     def __init__(self, n: int = 4, k: int = 20, max_match: int = 16, sampled: bool = False) -> None:
         self.table = NgramTable(n, k)
         self.suffix = SuffixIndex(max(max_match, 1))
+        # Without noise to choose among followers these find little that the others do not.
+        self.contexts = ContextTable() if sampled and k > 0 else None
         self.cells = new_cells(sampled)
         self.self_draft = SourceGain(SELF_DRAFT_PRIOR)
         self.own_tokens = OwnTokens()
@@ -121,6 +124,8 @@ class DraftState:
             suffix.extend(new[indexed:])
         if counted < len(new):
             table.extend(new[counted:])
+        if self.contexts is not None:
+            self.contexts.extend(new)
         self._num_roots = 0
         self._text_offers = None
 
@@ -201,6 +206,9 @@ class DraftState:
                 self._roots,
                 self._last_token,
                 max_depth,
+                *self._context_arrays,
+                noise_kind,
+                keys,
             )
             self._text_depth = max_depth
         num_steps, self._num_roots = self._text_offers
@@ -231,6 +239,11 @@ class DraftState:
                 keys,
             )
         return True
+
+    @property
+    def _context_arrays(self) -> ContextArrays:
+        contexts = self.contexts
+        return NO_CONTEXTS if contexts is None else contexts.arrays
 
     @property
     def _num_indexed(self) -> int:

@@ -31,6 +31,7 @@ _PARENT = 2
 TAKEN_COLUMNS = 3
 
 _SELF, _HEADS, _FREE_HEADS = int(Source.SELF), int(Source.HEADS), int(Source.FREE_HEADS)
+_CONTEXT = int(Source.CONTEXT)
 _INITIAL = 256
 
 
@@ -59,9 +60,9 @@ def _as_long(chances: Floats, used: int, length: int) -> Floats:
 
 @inner
 def _knows_noise(source: int, heads_foreseen: bool) -> bool:
-    """Whether a source's chances know the noise already: the draft pass's own token, and heads
-    where they say so (:class:`HeadCandidates`)."""
-    return source == _SELF or (heads_foreseen and source in (_HEADS, _FREE_HEADS))
+    """Whether a source's chances know the noise already: the draft pass's own token, contexts,
+    and heads where they say so (:class:`HeadCandidates`)."""
+    return source in (_SELF, _CONTEXT) or (heads_foreseen and source in (_HEADS, _FREE_HEADS))
 
 
 @inner

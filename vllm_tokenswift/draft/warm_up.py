@@ -21,7 +21,7 @@ def warm_up(mode: PlanMode) -> None:
     """
     # Chains cost something, so that branches are weighed; nodes cost next to nothing.
     cost = CostModel(((1, 1.0), (65, 1.1)), chain_ms=0.01, draft_points=((0, 1.0),))
-    planner, state = Planner(cost, mode=mode), DraftState()
+    planner, state = Planner(cost, mode=mode), DraftState(sampled=True)
     state.extend([*range(200), 0, 1, 2, 0, 1])  # long enough for every table to grow
     foresight = Foresight(SPLITMIX, _keys)
     foresight.weighed(0.5, 0, 7)

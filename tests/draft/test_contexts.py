@@ -1,0 +1,167 @@
+"""Followers of contexts, against counting them in dictionaries."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+
+from vllm_tokenswift.draft.contexts import (
+    MOST_FOLLOWERS,
+    NO_CONTEXTS,
+    ORDERS,
+    ContextTable,
+    likeliest_followers,
+    mix_followers,
+)
+from vllm_tokenswift.draft.cost import CostModel
+from vllm_tokenswift.draft.foresight import Foresight
+from vllm_tokenswift.draft.noise import MURMUR, exponential, position_key
+from vllm_tokenswift.draft.planner import DraftRequest, Planner
+from vllm_tokenswift.draft.state import DraftState
+from vllm_tokenswift.tree import Source
+
+
+def table_of(tokens: list[int]) -> ContextTable:
+    table = ContextTable()
+    table.extend(np.array(tokens, np.int32))
+    return table
+
+
+def mixture(table: ContextTable, context: list[int]) -> dict[int, float]:
+    """context: the newest tokens, the oldest first."""
+    recent = np.full(ORDERS, -1, np.int32)
+    recent[: len(context)] = context[::-1]
+    found, shares = np.empty(MOST_FOLLOWERS, np.int32), np.empty(MOST_FOLLOWERS)
+    number = mix_followers(table.keys, table.table, table.pool, recent, found, shares)
+    return dict(zip(found[:number].tolist(), shares[:number].tolist(), strict=True))
+
+
+def expected_mixture(tokens: list[int], context: list[int]) -> dict[int, float]:
+    """Witten and Bell's, with four times as much for what is unseen."""
+    shares: dict[int, float] = {}
+    for order in range(1, min(len(context), ORDERS) + 1):
+        last = context[-order:]
+        counts = Counter(
+            tokens[i] for i in range(order, len(tokens)) if tokens[i - order : i] == last
+        )
+        total = sum(counts.values())
+        if not total:
+            break
+        share = total / (total + 4 * len(counts))
+        shares = {token: value * (1 - share) for token, value in shares.items()}
+        for token, count in counts.items():
+            shares[token] = shares.get(token, 0.0) + share * count / total
+    return shares
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_mixture_is_of_all_that_followed_the_last_one_two_and_three_tokens(seed: int) -> None:
+    """A text of 15 words, 3,000 long, so that lists grow, tables too, and none is cut."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.choice(15, 3000, p=rng.dirichlet(np.full(15, 0.5))).tolist()
+    table = table_of(tokens)
+    contexts = [tokens[i : i + 3] for i in rng.integers(0, 2000, 40)]
+    for context in [*contexts, [tokens[7]], tokens[7:9], [99], [99, tokens[7]]]:
+        expected = expected_mixture(tokens, context)
+        assert mixture(table, context) == pytest.approx(expected)
+        assert sum(expected.values()) < 1
+
+
+def test_tokens_may_come_in_pieces() -> None:
+    tokens = np.random.default_rng(0).integers(0, 30, 2000).tolist()
+    whole, pieces = table_of(tokens), ContextTable()
+    at = 0
+    for size in np.random.default_rng(1).integers(1, 9, 2000):
+        pieces.extend(np.array(tokens[at : at + size], np.int32))
+        at += size
+    assert pieces.recent.tolist() == whole.recent.tolist() == tokens[:-4:-1]
+    assert mixture(pieces, tokens[100:103]) == mixture(whole, tokens[100:103])
+
+
+def test_a_full_list_keeps_the_frequent_and_makes_room_for_the_new() -> None:
+    """After 0 come 1 and 2 in turns, and between them 60 tokens that come once each."""
+    tokens = [0]
+    for rare in range(100, 160):
+        tokens += [1, 0, 2, 0, rare, 0]
+    followers = mixture(table_of(tokens), [0])
+    likeliest = sorted(followers, key=lambda token: -followers[token])
+    assert set(likeliest[:2]) == {1, 2}
+    assert followers[1] == followers[2]
+    assert 159 in followers
+    assert 100 not in followers
+
+
+def test_the_noise_chooses_among_followers() -> None:
+    """The chance of a follower is its share of q / E; the likeliest come first."""
+    rng = np.random.default_rng(3)
+    found, shares = np.arange(40, dtype=np.int32), rng.dirichlet(np.ones(40))
+    keys = np.array([5, 77], np.uint64)
+    key = position_key(MURMUR, keys, 2)
+    weights = [share / exponential(MURMUR, key, token) for token, share in enumerate(shares)]
+    expected = sorted(range(40), key=lambda token: -weights[token])[:8]
+    assert likeliest_followers(found, shares, 40, MURMUR, key, 8) == 8
+    assert found[:8].tolist() == expected
+    assert shares[:8].tolist() == pytest.approx(
+        [0.96 * weights[token] / sum(weights) for token in expected]
+    )
+
+
+def sampled_text(length: int, seed: int) -> list[int]:
+    """A second-order chain of 40 words, each sample ``argmin E / p`` of the noise at its place."""
+    rng = np.random.default_rng(seed)
+    of_pair: dict[tuple[int, int], np.ndarray] = defaultdict(
+        lambda: rng.dirichlet(np.full(40, 0.15))
+    )
+    tokens = [0, 1]
+    while len(tokens) < length:
+        key = position_key(MURMUR, np.array([seed, len(tokens) - 1], np.uint64), 0)
+        noise = np.array([exponential(MURMUR, key, token) for token in range(40)])
+        chances = np.maximum(of_pair[tokens[-2], tokens[-1]], 1e-12)
+        tokens.append(int(np.argmin(noise / chances)))
+    return tokens
+
+
+def accepted_per_step(tokens: list[int], start: int, seed: int, contexts: bool) -> float:
+    planner = Planner(CostModel(((1, 10.0), (33, 10.5))))
+    state = DraftState(sampled=True)
+    if not contexts:
+        state.contexts = None
+    state.extend(tokens[:start])
+    at, steps = start, 0
+    while at < len(tokens) - 16:
+        keys = np.array([seed, at - 1], np.uint64)
+        foresight = Foresight(MURMUR, lambda _, keys=keys: keys)
+        [tree] = planner.plan([DraftRequest(state, None, at, 16, foresight=foresight)])
+        emitted = len(tree.follow(tokens[at : at + 16])) + 1
+        state.extend(tokens[at : at + emitted])
+        at, steps = at + emitted, steps + 1
+    return (at - start) / steps
+
+
+def test_text_that_never_repeats_for_long_is_drafted_from_its_own_statistics() -> None:
+    """Copies of earlier passages find a token or two; the mixture and the noise find more."""
+    tokens = sampled_text(3000, seed=11)
+    without = accepted_per_step(tokens, 2500, 11, contexts=False)
+    assert accepted_per_step(tokens, 2500, 11, contexts=True) > 1.15 * without
+
+
+def test_what_contexts_offer_is_theirs_and_keeps_to_the_depth_that_is_asked() -> None:
+    tokens = sampled_text(2000, seed=4)
+    state = DraftState(max_match=0, sampled=True)
+    state.extend(tokens)
+    foresight = Foresight(MURMUR, lambda _: np.array([4, len(tokens) - 1], np.uint64))
+    for limit in (1, 2, 6):
+        count = state.draft(None, limit, foresight=foresight)
+        tree = state.tree(count)
+        assert int(Source.CONTEXT) in tree.sources.tolist()
+        assert tree.depths.max() <= limit
+
+
+@pytest.mark.parametrize(("sampled", "k"), [(False, 20), (True, 0)])
+def test_nothing_is_counted_where_nothing_is_drawn_or_n_grams_are_off(
+    sampled: bool, k: int
+) -> None:
+    assert DraftState(k=k, sampled=sampled).contexts is None
+    assert all(not (array >= 0).any() for array in NO_CONTEXTS)
