@@ -5,7 +5,7 @@ Triton must be told before its import, so without a GPU these tests are collecte
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -50,3 +50,21 @@ def random_caches(device: torch.device) -> Callable[..., "CacheLayers"]:
         return CacheLayers.of(list(caches))
 
     return make
+
+
+@pytest.fixture(scope="session", autouse=ON_GPU)
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """vLLM captures graphs together with the ranks of its groups: here one of one."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import (
+        cleanup_dist_env_and_memory,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+
+    meeting = tmp_path_factory.mktemp("ranks") / "meeting"
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{meeting}", 0, "nccl")
+        initialize_model_parallel(1)
+        yield
+    cleanup_dist_env_and_memory()

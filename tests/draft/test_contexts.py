@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 
 import numpy as np
@@ -94,9 +95,9 @@ def test_a_full_list_keeps_the_frequent_and_makes_room_for_the_new() -> None:
 
 
 def test_the_noise_chooses_among_followers() -> None:
-    """The chance of a follower is its share of q / E; the likeliest come first."""
+    """The chance of a follower is its share of q / E, if nothing unseen comes before it."""
     rng = np.random.default_rng(3)
-    found, shares = np.arange(40, dtype=np.int32), rng.dirichlet(np.ones(40))
+    found, shares = np.arange(40, dtype=np.int32), 0.7 * rng.dirichlet(np.ones(40))
     keys = np.array([5, 77], np.uint64)
     key = position_key(MURMUR, keys, 2)
     weights = [share / exponential(MURMUR, key, token) for token, share in enumerate(shares)]
@@ -104,7 +105,7 @@ def test_the_noise_chooses_among_followers() -> None:
     assert likeliest_followers(found, shares, 40, MURMUR, key, 8) == 8
     assert found[:8].tolist() == expected
     assert shares[:8].tolist() == pytest.approx(
-        [0.96 * weights[token] / sum(weights) for token in expected]
+        [weights[t] / sum(weights) * math.exp(-0.3 / weights[t]) for t in expected]
     )
 
 
