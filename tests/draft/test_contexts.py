@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -35,25 +35,26 @@ def mixture(table: ContextTable, context: list[int]) -> dict[int, float]:
     recent = np.full(ORDERS, -1, np.int32)
     recent[: len(context)] = context[::-1]
     found, shares = np.empty(MOST_FOLLOWERS, np.int32), np.empty(MOST_FOLLOWERS)
-    number = mix_followers(table.keys, table.table, table.pool, recent, found, shares)
+    number = mix_followers(table.keys, table.table, table.pool, table.counts, recent, found, shares)
     return dict(zip(found[:number].tolist(), shares[:number].tolist(), strict=True))
 
 
 def expected_mixture(tokens: list[int], context: list[int]) -> dict[int, float]:
-    """Witten and Bell's, with four times as much for what is unseen."""
+    """Witten and Bell's, with four times as much for what is unseen, of fading weights."""
     shares: dict[int, float] = {}
     for order in range(1, min(len(context), ORDERS) + 1):
         last = context[-order:]
-        counts = Counter(
-            tokens[i] for i in range(order, len(tokens)) if tokens[i - order : i] == last
-        )
-        total = sum(counts.values())
+        weights: dict[int, float] = defaultdict(float)
+        for i in range(order, len(tokens)):
+            if tokens[i - order : i] == last:
+                weights[tokens[i]] += 2 ** ((i - len(tokens)) / 3000)
+        total = sum(weights.values())
         if not total:
             break
-        share = total / (total + 4 * len(counts))
+        share = total / (total + 4 * len(weights))
         shares = {token: value * (1 - share) for token, value in shares.items()}
-        for token, count in counts.items():
-            shares[token] = shares.get(token, 0.0) + share * count / total
+        for token, weight in weights.items():
+            shares[token] = shares.get(token, 0.0) + share * weight / total
     return shares
 
 
@@ -66,7 +67,7 @@ def test_the_mixture_is_of_all_that_followed_the_last_one_two_and_three_tokens(s
     contexts = [tokens[i : i + 3] for i in rng.integers(0, 2000, 40)]
     for context in [*contexts, [tokens[7]], tokens[7:9], [99], [99, tokens[7]]]:
         expected = expected_mixture(tokens, context)
-        assert mixture(table, context) == pytest.approx(expected)
+        assert mixture(table, context) == pytest.approx(expected, rel=1e-4)
         assert sum(expected.values()) < 1
 
 
@@ -89,9 +90,16 @@ def test_a_full_list_keeps_the_frequent_and_makes_room_for_the_new() -> None:
     followers = mixture(table_of(tokens), [0])
     likeliest = sorted(followers, key=lambda token: -followers[token])
     assert set(likeliest[:2]) == {1, 2}
-    assert followers[1] == followers[2]
+    assert followers[1] == pytest.approx(followers[2], rel=0.01)
     assert 159 in followers
     assert 100 not in followers
+
+
+def test_what_came_lately_counts_for_more() -> None:
+    """7 followed 0 forty times, long ago; then 8 did thirty times."""
+    tokens = [0, 7] * 40 + list(range(100, 6100)) + [0, 8] * 30
+    followers = mixture(table_of(tokens), [0])
+    assert followers[8] > 2 * followers[7]
 
 
 def test_the_noise_chooses_among_followers() -> None:
@@ -110,15 +118,15 @@ def test_the_noise_chooses_among_followers() -> None:
 
 
 def sampled_text(length: int, seed: int) -> list[int]:
-    """A second-order chain of 40 words, each sample ``argmin E / p`` of the noise at its place."""
+    """A second-order chain of 25 words, each sample ``argmin E / p`` of the noise at its place."""
     rng = np.random.default_rng(seed)
     of_pair: dict[tuple[int, int], np.ndarray] = defaultdict(
-        lambda: rng.dirichlet(np.full(40, 0.15))
+        lambda: rng.dirichlet(np.full(25, 0.15))
     )
     tokens = [0, 1]
     while len(tokens) < length:
         key = position_key(MURMUR, np.array([seed, len(tokens) - 1], np.uint64), 0)
-        noise = np.array([exponential(MURMUR, key, token) for token in range(40)])
+        noise = np.array([exponential(MURMUR, key, token) for token in range(25)])
         chances = np.maximum(of_pair[tokens[-2], tokens[-1]], 1e-12)
         tokens.append(int(np.argmin(noise / chances)))
     return tokens
@@ -165,4 +173,4 @@ def test_nothing_is_counted_where_nothing_is_drawn_or_n_grams_are_off(
     sampled: bool, k: int
 ) -> None:
     assert DraftState(k=k, sampled=sampled).contexts is None
-    assert all(not (array >= 0).any() for array in NO_CONTEXTS)
+    assert len(NO_CONTEXTS[0]) == 0

@@ -13,7 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_tokenswift.draft.compiled import entry, inner
-from vllm_tokenswift.draft.contexts import MOST_FOLLOWERS, likeliest_followers, mix_followers
+from vllm_tokenswift.draft.contexts import (
+    MOST_FOLLOWERS,
+    Weights,
+    likeliest_followers,
+    mix_followers,
+)
 from vllm_tokenswift.draft.foresight import chance, weighed
 from vllm_tokenswift.draft.gain import (
     RATE,
@@ -215,7 +220,8 @@ def offer_text(
     max_depth: int,
     context_keys: Longs,
     contexts: Ints,
-    followers: Ints,
+    followers: Weights,
+    context_counts: Ints,
     recent: Ints,
     noise_kind: int,
     keys: Keys,
@@ -223,8 +229,8 @@ def offer_text(
     """What the text offers behind ``token``, its last; (steps, roots).
 
     num_tokens: of the indexed text. max_match, k: 0 for no continuations, no n-grams.
-    context_keys, contexts, followers, recent: the arrays of a :class:`ContextTable`, which offers
-    nothing where it is empty or there is no noise.
+    context_keys, contexts, followers, context_counts, recent: the arrays of a
+    :class:`ContextTable`, which offers nothing where it is empty or there is no noise.
     """
     matches = find_matches(text, edges, num_tokens, max_match, MAX_MATCHES)
     rows = ranked(ngrams, firsts, k, token)
@@ -253,6 +259,7 @@ def offer_text(
             context_keys,
             contexts,
             followers,
+            context_counts,
             recent,
             max_depth,
             noise_kind,
@@ -272,7 +279,8 @@ def _add_contexts(
     cells: Floats,
     context_keys: Longs,
     contexts: Ints,
-    followers: Ints,
+    followers: Weights,
+    context_counts: Ints,
     recent: Ints,
     max_depth: int,
     noise_kind: int,
@@ -290,7 +298,9 @@ def _add_contexts(
     newest = recent.copy()
     opened, depth, path, root_size = -1, 0, 1.0, 0
     for context in range(_MOST_CONTEXTS):
-        number = mix_followers(context_keys, contexts, followers, newest, found, shares)
+        number = mix_followers(
+            context_keys, contexts, followers, context_counts, newest, found, shares
+        )
         key = position_key(noise_kind, keys, depth)
         number = likeliest_followers(found, shares, number, noise_kind, key, _OFFERED_FOLLOWERS)
         if context == 0:
