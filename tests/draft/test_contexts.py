@@ -174,3 +174,21 @@ def test_nothing_is_counted_where_nothing_is_drawn_or_n_grams_are_off(
 ) -> None:
     assert DraftState(k=k, sampled=sampled).contexts is None
     assert len(NO_CONTEXTS[0]) == 0
+
+
+def test_nothing_is_looked_up_below_paths_that_cannot_pay() -> None:
+    """And what can pay is found all the same."""
+    tokens = sampled_text(3000, seed=10)
+    taken, num_offered = [], []
+    for least in (0.0, 0.2):
+        state = DraftState(max_match=0, sampled=True)
+        state.extend(tokens)
+        foresight = Foresight(MURMUR, lambda _: np.array([10, len(tokens) - 1], np.uint64))
+        count = state.draft(None, 24, least, foresight=foresight)
+        nodes = zip(state.taken[:count].tolist(), state.probabilities[:count], strict=True)
+        taken.append([(node, chance) for node, chance in nodes if chance > 0.2])
+        assert state._text_offers is not None
+        num_offered.append(state._text_offers[0])
+    assert len(taken[0]) > 1
+    assert taken[0] == taken[1]
+    assert num_offered[1] < num_offered[0]

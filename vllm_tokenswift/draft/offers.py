@@ -223,6 +223,7 @@ def offer_text(
     followers: Weights,
     context_counts: Ints,
     recent: Ints,
+    least_chance: float,
     noise_kind: int,
     keys: Keys,
 ) -> tuple[int, int]:
@@ -231,6 +232,7 @@ def offer_text(
     num_tokens: of the indexed text. max_match, k: 0 for no continuations, no n-grams.
     context_keys, contexts, followers, context_counts, recent: the arrays of a
     :class:`ContextTable`, which offers nothing where it is empty or there is no noise.
+    least_chance: of paths that contexts are looked up for.
     """
     matches = find_matches(text, edges, num_tokens, max_match, MAX_MATCHES)
     rows = ranked(ngrams, firsts, k, token)
@@ -262,6 +264,7 @@ def offer_text(
             context_counts,
             recent,
             max_depth,
+            max(least_chance, _LEAST_OPENED),
             noise_kind,
             keys,
         )
@@ -283,6 +286,7 @@ def _add_contexts(
     context_counts: Ints,
     recent: Ints,
     max_depth: int,
+    least_chance: float,
     noise_kind: int,
     keys: Keys,
 ) -> tuple[int, int]:
@@ -314,7 +318,7 @@ def _add_contexts(
             above[at - first], depths[at - first] = opened, depth + 1
             paths[at - first] = path * rate
             at += 1
-        best, path = -1, _LEAST_OPENED
+        best, path = -1, least_chance
         for step in range(at - first):
             if paths[step] > path and depths[step] < max_depth:
                 best, path = step, paths[step]

@@ -177,17 +177,24 @@ class Planner:
         """What a :class:`StepPlan` holds, from ``counts`` on."""
         limits = [max(request.limit, 0) for request in requests]
         states = [request.state for request in requests]
-        offered = [
-            request.state.draft(
-                request.heads, limit, _MIN_PROBABILITY, request.chain_only, request.foresight
-            )
-            for request, limit in zip(requests, limits, strict=True)
-        ]
         num_plain = len(requests) + num_other_tokens
         curve_ms, cheapest_ms = self._curve(num_plain, sum(limits), begins)
         context_tokens = sum(request.context_len for request in requests)
         spent_ms = self._spent_ms(requests)
         fixed_ms = float(self.cost.context_ms(context_tokens) + spent_ms)
+        undrafted_ms = float(curve_ms[0]) + fixed_ms
+        # In a step of at most twice that time no node pays which is less likely.
+        least_chance = len(requests) * float(cheapest_ms[0]) / (2 * undrafted_ms)
+        offered = [
+            request.state.draft(
+                request.heads,
+                limit,
+                max(_MIN_PROBABILITY, least_chance),
+                request.chain_only,
+                request.foresight,
+            )
+            for request, limit in zip(requests, limits, strict=True)
+        ]
 
         each = [state.probabilities[:count] for state, count in zip(states, offered, strict=True)]
         per_request, expected = pay_off(
@@ -197,7 +204,6 @@ class Planner:
         )
         counts, tokens = per_request.tolist(), expected.tolist()
         best = sum(counts)
-        undrafted_ms = float(curve_ms[0]) + fixed_ms
         node_ms = float(curve_ms[best] - curve_ms[0]) / best if best else 0.0
         step_ms = float(curve_ms[best]) + fixed_ms
         ms_worth = len(requests) / step_ms

@@ -144,7 +144,7 @@ class DraftState:
         kind, keys = NO_NOISE, NO_KEYS
         if foresight is not None:
             kind, keys = foresight.kind, foresight.keys(limit)
-        if not self._offer(heads, limit, kind, keys):
+        if not self._offer(heads, limit, kind, keys, min_probability):
             return 0
         if len(self.taken) < limit:
             self.taken = np.empty((limit, TAKEN_COLUMNS), np.int32)
@@ -177,9 +177,16 @@ class DraftState:
         )
 
     def _offer(
-        self, heads: HeadCandidates | None, max_depth: int, noise_kind: int, keys: Keys
+        self,
+        heads: HeadCandidates | None,
+        max_depth: int,
+        noise_kind: int,
+        keys: Keys,
+        least_chance: float = 0.0,
     ) -> bool:
         """Makes every source's offers to follow the bonus token, at most ``max_depth`` deep.
+
+        least_chance: of paths that are worth looking below.
 
         False where there are none.
         """
@@ -207,6 +214,7 @@ class DraftState:
                 self._last_token,
                 max_depth,
                 *self._context_arrays,
+                least_chance,
                 noise_kind,
                 keys,
             )
