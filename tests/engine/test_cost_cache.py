@@ -178,8 +178,8 @@ def test_an_engine_that_starts_again_plans_with_the_kept_curve_unless_it_was_a_b
     kept = json.loads(path.read_text())
     assert CostModel.from_json(json.dumps(kept["cost"])) == measured
     plain_ms = measured.verify_ms(1)
-    of_a_quiet_machine = replace(COST, verify_points=((1, plain_ms / 100),))
-    of_a_busy_one = replace(COST, verify_points=((1, plain_ms * 100),))
+    of_a_quiet_machine = replace(COST, verify_points=((1, plain_ms / 10),))
+    of_a_busy_one = replace(COST, verify_points=((1, plain_ms * 10),))
     for written in (of_a_quiet_machine, of_a_busy_one):
         write_cost(kept["key"], written)
         with engine(tiny_model, **tokenswift()) as llm:
