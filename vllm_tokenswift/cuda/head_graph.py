@@ -9,14 +9,13 @@ whose constraints need the whole vocabulary go from head to head.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
-from vllm.distributed.parallel_state import graph_capture
-from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
 from vllm.utils.torch_utils import current_stream
 
+from vllm_tokenswift.cuda.captured import captured
 from vllm_tokenswift.cuda.descent_kernels import (
     ENTRY,
     SCALES,
@@ -64,12 +63,10 @@ class HeadGraphs:
             _GraphedDescent(heads, part, lm_rows, embed, least_chance, count) for count in counts
         ]
         self._last = self._descents[0]
-        if lm_rows.is_cuda:
-            pool = torch.cuda.graph_pool_handle()
-            with freeze_gc_for_cudagraph_capture(), graph_capture(lm_rows.device) as context:
-                for descent in reversed(self._descents):
-                    descent.capture(pool, context.stream)
-            torch.cuda.synchronize()
+        largest_first = self._descents[::-1]
+        runs = captured([descent.launch for descent in largest_first], lm_rows.device)
+        for descent, run_all in zip(largest_first, runs, strict=True):
+            descent.run_all = run_all
 
     @torch.inference_mode()
     def launch(
@@ -115,7 +112,7 @@ class _GraphedDescent:
         self._layers = [cast(ConditionedHead, layer) for layer in heads.layers]
         self._eps, self._part, self._embed = heads.eps, part, embed
         self._lm_rows, self._least_chance = lm_rows, least_chance
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self.run_all = self.launch
         device, num_paths, size = lm_rows.device, PATHS * count, heads.hidden_size
         self._done = torch.cuda.Event() if lm_rows.is_cuda else None
 
@@ -151,14 +148,6 @@ class _GraphedDescent:
         self._moved, self._read = empty(num_paths, size), empty(num_paths, size)
         self._logits = empty(num_paths, len(part.tokens))
 
-    def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
-        self._launch()  # compiles the kernels
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
-            self._launch()
-        self._graph = graph
-
     def fill(
         self,
         states: Sequence[RequestState],
@@ -193,14 +182,12 @@ class _GraphedDescent:
     def run(self, hidden: torch.Tensor) -> None:
         """hidden: ``[requests, hidden]``, at most ``count`` of them."""
         self.start[: len(hidden)].copy_(hidden)
-        if self._graph is None:
-            self._launch()
-        else:
-            self._graph.replay()
+        self.run_all()
         if self._done is not None:
             self._done.record(current_stream())
 
-    def _launch(self) -> None:
+    def launch(self) -> None:
+        """All heads, with the copies in and back; launches alone."""
         self._staged.to_device(self._given_bytes)
         states = self.start
         for level, layer in enumerate(self._layers):

@@ -15,13 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from vllm.config import CUDAGraphMode
-from vllm.distributed.parallel_state import graph_capture
 from vllm.forward_context import BatchDescriptor, set_forward_context
-from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
 from vllm.utils.torch_utils import current_stream
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_tokenswift.cuda.ancestor_rows import pack_rows
+from vllm_tokenswift.cuda.captured import captured
 from vllm_tokenswift.engine.staged_arrays import ArrayShape, StagedArrays
 from vllm_tokenswift.engine.step_inputs import RowArrays, logits_layout
 from vllm_tokenswift.engine.verify_plan import VerifyPlan
@@ -69,7 +68,7 @@ class PreparedPass:
         self._metadata = dict.fromkeys(runner.tree_attention.layer_names, self._built)
         self._slots_of = dict.fromkeys(runner.tree_attention.layer_names, self._slots)
         self._copied = torch.cuda.Event() if runner.device.type == "cuda" else None
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self.run_spread = self.spread
 
     @staticmethod
     def _shapes(num_rows: int, max_num_reqs: int) -> dict[str, ArrayShape]:
@@ -99,10 +98,7 @@ class PreparedPass:
         self._padding[:total], self._padding[total:] = False, True
         starts = self._rows.starts[: len(num_rows) + 1]
         pack_rows(starts, num_drafts.astype(np.int32), plan.parents, self._ancestors)
-        if self._graph is None:
-            self._spread()
-        else:
-            self._graph.replay()
+        self.run_spread()
         if self._copied is not None:
             self._copied.record(current_stream())
         if newest is not None:
@@ -123,7 +119,8 @@ class PreparedPass:
         ):
             return self.runner._model_forward(input_ids=self._input_ids, positions=self._positions)
 
-    def _spread(self) -> None:
+    def spread(self) -> None:
+        """The staged arrays to their buffers, and the schedule; launches alone."""
         runner, staged = self.runner, self._staged.device
         self._staged.to_device()
         trees = self._builder.tree_rows
@@ -143,24 +140,13 @@ class PreparedPass:
             torch._foreach_copy_([buffers[name] for name in names], [staged[n] for n in names])
         self._builder.reschedule(self._common, self._built)
 
-    def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
-        self._spread()  # compiles what is not yet
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
-            self._spread()
-        self._graph = graph
-
 
 def prepare_passes(
     runner: TokenSwiftGPUModelRunner, shapes: Sequence[BatchDescriptor]
 ) -> dict[BatchDescriptor, PreparedPass]:
     """Once, at start-up, when the runner's own graphs of these shapes have been captured."""
     passes = {shape: PreparedPass(runner, shape) for shape in shapes}
-    if passes and runner.device.type == "cuda":
-        pool = torch.cuda.graph_pool_handle()
-        with freeze_gc_for_cudagraph_capture(), graph_capture(runner.device) as context:
-            for prepared in passes.values():
-                prepared.capture(pool, context.stream)
-        torch.cuda.synchronize()
+    spreads = captured([prepared.spread for prepared in passes.values()], runner.device)
+    for prepared, run_spread in zip(passes.values(), spreads, strict=True):
+        prepared.run_spread = run_spread
     return passes

@@ -107,6 +107,10 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
     def launches_at_once(self, mode: CUDAGraphMode) -> bool:
         return mode is CUDAGraphMode.FULL
 
+    def prepare_passes(self) -> None:
+        if self.launches_ahead:
+            self._prepared = prepare_passes(self, self.graphs.full_shapes)
+
     def prepared_pass(self, shape: BatchDescriptor) -> PreparedPass | None:
         return self._prepared.get(shape)
 
@@ -129,9 +133,6 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
     # -- passes ------------------------------------------------------------------
 
     def start_drafting(self) -> None:
-        self.tree_attention = self._make_tree_attention()
-        if self.launches_ahead:
-            self._prepared = prepare_passes(self, self.graphs.full_shapes)
         super().start_drafting()
         draft_pass = self.drafting.draft_pass
         if isinstance(draft_pass, GraphedDraftPass):

@@ -9,7 +9,7 @@ nodes chosen so brought 4.8 tokens an iteration; without forgetting 4.1, and n-g
 matches by themselves 3.2.
 
 Lists lie in a *pool* and move to a larger place when they are full, so a context that was seen
-once takes little room. A list holds the most frequent followers, the newest of equals first;
+once takes little room. A list holds the weightiest followers, the newest of equals first;
 where it may not grow, a new follower takes the place of the last or wears it down.
 """
 
@@ -236,8 +236,7 @@ class ContextTable:
 
     ``keys``: int64 ``[.]``, a hash table of contexts; ``table``: int32 ``[., 4]``, see above;
     ``pool``: float32 ``[.]``, tokens (below 2 ** 24) and weights in turns; ``counts``: int32
-    ``[3]``; ``recent``: int32 ``[ORDERS]``, the newest
-    tokens, the newest first.
+    ``[3]``, see above; ``recent``: int32 ``[ORDERS]``, the newest tokens, the newest first.
     """
 
     def __init__(self) -> None:

@@ -104,11 +104,10 @@ def new_cells(sampled: bool = False) -> Floats:
         *(share * trust for trusts in _COUNT_TRUST for trust in trusts for share in _SHARE_CENTRES),
         *(
             p * trust
-            for trust in _HEAD_TRUST.values()
+            for trust in (*_HEAD_TRUST.values(), _CONTEXT_TRUST)
             for _ in range(_HEAD_DEPTHS)
             for p in _PROBABILITY_CENTRES
         ),
-        *(p * _CONTEXT_TRUST for _ in range(_HEAD_DEPTHS) for p in _PROBABILITY_CENTRES),
     ]
     return np.array([rates, [_PRIOR_WEIGHT] * len(rates)]).T.copy()
 
@@ -150,18 +149,23 @@ def ngram_cell(frequency: int, share: float, depth: int) -> int:
 
 
 @inner
+def _cell_of_chance(first: int, chance: float, depth: int) -> int:
+    """Among a source's cells by depth and by the chance that it gives, the first at ``first``."""
+    row = min(depth, _HEAD_DEPTHS) - 1
+    return first + row * _PROBABILITIES + _bucket(_PROBABILITY_EDGES, chance)
+
+
+@inner
 def head_cell(source: int, probability: float, depth: int) -> int:
     """Cell of a token to which a head (or the draft pass) gives ``probability``."""
     first = _FIRST_HEAD + (source - _FIRST_HEAD_SOURCE) * _HEAD_CELLS
-    row = min(depth, _HEAD_DEPTHS) - 1
-    return first + row * _PROBABILITIES + _bucket(_PROBABILITY_EDGES, probability)
+    return _cell_of_chance(first, probability, depth)
 
 
 @inner
 def context_cell(chance: float, depth: int) -> int:
     """Cell of a token that followed the newest ones before, with that chance by the noise."""
-    row = min(depth, _HEAD_DEPTHS) - 1
-    return _FIRST_CONTEXT + row * _PROBABILITIES + _bucket(_PROBABILITY_EDGES, chance)
+    return _cell_of_chance(_FIRST_CONTEXT, chance, depth)
 
 
 @entry

@@ -130,6 +130,7 @@ class TokenSwiftRunnerMixin(_Runner):
         """Called once the KV cache stands and the model is compiled."""
         self.tree_attention = self._make_tree_attention()
         step_layout.warm_up()
+        self.prepare_passes()
         self.draft_with(self.make_drafter())
         if self.options.record is not None and get_tp_group().rank_in_group == 0:
             folder = Path(self.options.record)
@@ -457,6 +458,9 @@ class TokenSwiftRunnerMixin(_Runner):
     # -- the next step, ahead of its schedule ---------------------------------------
 
     launches_ahead = False  # where passes run by themselves, once launched
+
+    def prepare_passes(self) -> None:
+        """Makes what :meth:`prepared_pass` hands out, once, before any pass is launched ahead."""
 
     def prepared_pass(self, shape: BatchDescriptor) -> PreparedPass | None:
         """What launches a pass of that shape with less work for the host, where there is one."""

@@ -15,15 +15,7 @@ import numpy.typing as npt
 import torch
 from vllm.utils.torch_utils import PIN_MEMORY
 
-_ALIGNMENT = 16  # bytes; Triton loads are wider where addresses divide by it
-
-_TORCH_TYPES = {
-    np.dtype(np.bool_): torch.bool,
-    np.dtype(np.uint8): torch.uint8,
-    np.dtype(np.int32): torch.int32,
-    np.dtype(np.int64): torch.int64,
-    np.dtype(np.float32): torch.float32,
-}
+from vllm_tokenswift.engine.staging import spans_of, views_at
 
 
 @dataclass(frozen=True)
@@ -42,18 +34,15 @@ class StagedArrays:
     def __init__(self, device: torch.device, shapes: Mapping[str, ArrayShape]) -> None:
         self.host: dict[str, npt.NDArray[Any]] = {}
         self.device: dict[str, torch.Tensor] = {}
-        self._spans: dict[str, slice] = {}
-        end = 0
-        for name, shape in shapes.items():
-            self._spans[name] = slice(end, end + shape.num_bytes)
-            end += -(-shape.num_bytes // _ALIGNMENT) * _ALIGNMENT
+        spans, end = spans_of([shape.num_bytes for shape in shapes.values()])
+        self._spans = dict(zip(shapes, spans, strict=True))
         self._host = torch.zeros(end, dtype=torch.uint8, pin_memory=PIN_MEMORY)
         self._device = torch.zeros(end, dtype=torch.uint8, device=device)
         for name, shape in shapes.items():
-            dtype = np.dtype(shape.dtype)
-            span = self._spans[name]
-            self.host[name] = self._host.numpy()[span].view(dtype).reshape(shape.shape)
-            self.device[name] = self._device[span].view(_TORCH_TYPES[dtype]).view(shape.shape)
+            span, dtype = self._spans[name], np.dtype(shape.dtype)
+            self.host[name], self.device[name] = views_at(
+                span, dtype, shape.shape, self._host.numpy(), self._device
+            )
 
     def to_device(self, upto: int | None = None) -> None:
         """Copies all arrays, or the first ``upto`` bytes; nobody waits for it."""

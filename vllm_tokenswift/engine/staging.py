@@ -14,6 +14,8 @@ from vllm.utils.torch_utils import PIN_MEMORY, current_stream
 _ALIGNMENT = 16  # bytes; Triton loads are wider where addresses divide by it
 
 _TORCH_TYPES = {
+    np.dtype(np.bool_): torch.bool,
+    np.dtype(np.uint8): torch.uint8,
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
     np.dtype(np.float32): torch.float32,
@@ -22,6 +24,26 @@ _TORCH_TYPES = {
 
 # Layouts whose views are kept; a batch of changing size and texts need some dozens.
 _MAX_LAYOUTS = 256
+
+
+def spans_of(sizes: Sequence[int]) -> tuple[list[slice], int]:
+    """Where arrays of so many bytes lie in a buffer, one after another; and where that ends."""
+    spans, end = [], 0
+    for size in sizes:
+        spans.append(slice(end, end + size))
+        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return spans, end
+
+
+def views_at(
+    span: slice,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    host: npt.NDArray[np.uint8],
+    device: torch.Tensor,
+) -> tuple[npt.NDArray[Any], torch.Tensor]:
+    """An array of that type and shape in a host's buffer, and its twin in the device's."""
+    return host[span].view(dtype).reshape(shape), device[span].view(_TORCH_TYPES[dtype]).view(shape)
 
 
 @dataclass(frozen=True)
@@ -69,19 +91,14 @@ class Staging:
         return list(layout.tensors)
 
     def _lay_out(self, arrays: Sequence[npt.NDArray[np.generic]]) -> _Layout:
-        offsets = []
-        end = 0
-        for array in arrays:
-            offsets.append(end)
-            end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        spans, end = spans_of([array.nbytes for array in arrays])
         if end > len(self._bytes):
             self._grow(2 * end)
         elif len(self._layouts) >= _MAX_LAYOUTS:
             self._layouts.clear()
         places, tensors = [], []
-        for offset, array in zip(offsets, arrays, strict=True):
-            span = slice(offset, offset + array.nbytes)
-            places.append(self._bytes[span].view(array.dtype).reshape(array.shape))
-            tensor = self._device[span].view(_TORCH_TYPES[array.dtype])
-            tensors.append(tensor.view(array.shape))
+        for span, array in zip(spans, arrays, strict=True):
+            place, tensor = views_at(span, array.dtype, array.shape, self._bytes, self._device)
+            places.append(place)
+            tensors.append(tensor)
         return _Layout(places, tensors, self._host[:end], self._device[:end])

@@ -9,6 +9,7 @@ offset`` in the paged KV cache.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +49,7 @@ class VerifyPlan:
 
     trees: tuple[TreeRows, ...] = ()
 
-    @property
+    @cached_property
     def parents(self) -> npt.NDArray[np.int32]:
         """int32 ``[drafts]``: the trees' parents, one after another."""
         return np.concatenate([EMPTY_TREE.parents, *(rows.tree.parents for rows in self.trees)])
