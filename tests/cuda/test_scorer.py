@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from vllm_tokenswift.cuda.scorer import sample_rows, sample_rows_reference
+from vllm_tokenswift.draft.likeliest import COLUMNS, NUM_LIKELIEST
 
 
 def scorer_case(rows: int, vocab: int, device: torch.device, seed: int) -> dict[str, torch.Tensor]:
@@ -37,6 +38,32 @@ def test_every_kind_of_row_samples_the_same_token(
         case["logits"][:, ::5] = float("-inf")  # what top-p or allowed tokens masked
         actual = sample_rows(**case, use_fp64=use_fp64, chunk=512)
         assert actual.tolist() == sample_rows_reference(**case, use_fp64=use_fp64).tolist()
+
+
+@pytest.mark.parametrize("has_constraints", [True, False])
+def test_the_likeliest_are_those_of_the_constrained_row(
+    has_constraints: bool, device: torch.device
+) -> None:
+    case = scorer_case(12, 1500, device, seed=3)
+    case["temperature"][::4] = 0.7
+    case["logits"][:, ::5] = float("-inf")
+    case["logits"][5, 7] = 40.0  # one alone has a chance
+    if has_constraints:
+        case["min_p"][::3] = 0.1
+        case["eta_epsilon"][1::3] = 0.02
+        case["eta_alpha"][1::3] = 0.02**0.5
+    shape = (12, COLUMNS)
+    actual, expected = (torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(2))
+    sampled = sample_rows(**case, has_constraints=has_constraints, said=actual, chunk=512)
+    assert sampled.tolist() == sample_rows_reference(**case, said=expected).tolist()
+    tokens = expected[:, :NUM_LIKELIEST]
+    assert actual[:, :NUM_LIKELIEST].tolist() == tokens.tolist()
+    assert (tokens[5] >= 0).sum() == 1
+    assert (tokens[0] >= 0).sum() > 1
+    probabilities = [rows.view(torch.float32)[:, NUM_LIKELIEST:] for rows in (actual, expected)]
+    torch.testing.assert_close(
+        probabilities[0][tokens >= 0], probabilities[1][tokens >= 0], rtol=1e-5, atol=0
+    )
 
 
 def test_rows_without_constraints_need_no_statistics(device: torch.device) -> None:

@@ -8,6 +8,7 @@ from vllm.sampling_params import SamplingParams
 from vllm_tokenswift.cuda.scored_rows import path_tokens
 from vllm_tokenswift.cuda.seed_noise import SeedNoise
 from vllm_tokenswift.cuda.tree_scorer import CUDATreeScorer
+from vllm_tokenswift.draft.likeliest import COLUMNS, NUM_LIKELIEST
 from vllm_tokenswift.sampling.params import PlainDefaults
 from vllm_tokenswift.sampling.scorer import RowGroup, TreeScorer
 from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
@@ -63,6 +64,42 @@ def test_greedy_requests_emit_what_the_general_scorer_emits(
         actual, _ = fast.score(logits.to(device), groups)
         expected, _ = general.score(logits, groups)
         assert actual == expected
+
+
+@pytest.mark.parametrize("bias", [None, {0: 0.0}], ids=["kernels", "general"])
+def test_what_is_likeliest_is_said_at_every_node_that_was_verified(
+    bias: dict[int, float] | None, device: torch.device
+) -> None:
+    params = SamplingParams(temperature=0.8, min_p=0.05, seed=7, logit_bias=bias, extra_args=WINDOW)
+    fast, general = scorers(device)
+    for scorer in (fast, general):
+        add(scorer, "a", params)
+        add(scorer, "b", params)
+    chain, dead = DraftTree.chain([5, 6]), frozenset([1, 2])
+    groups = [
+        RowGroup("a", TREE, hears=True),
+        RowGroup("b", EMPTY_TREE),
+        RowGroup("b", EMPTY_TREE, discard=True, hears=True),
+        RowGroup("b", chain, dead_nodes=dead, hears=True),
+    ]
+    logits = torch.randn(11, VOCAB, generator=torch.Generator().manual_seed(1)) * 2
+    (whole, silent, _, beside), _ = fast.score(logits.to(device), groups)
+    (expected, _, _, _), _ = general.score(logits, groups)
+    assert whole.said is not None
+    assert expected.said is not None
+    assert beside.said is not None
+    assert silent.said is None
+    assert whole.said.shape == (6, COLUMNS)
+    assert (whole.said[:, 0] >= 0).all()
+    assert (beside.said[:, 0] >= 0).tolist() == [True, False, False]
+    walked = [0, *expected.nodes]
+    ids = expected.said[walked, :NUM_LIKELIEST]
+    assert whole.said[walked, :NUM_LIKELIEST].tolist() == ids.tolist()
+    np.testing.assert_allclose(
+        whole.said[walked].view(np.float32)[:, NUM_LIKELIEST:][ids >= 0],
+        expected.said[walked].view(np.float32)[:, NUM_LIKELIEST:][ids >= 0],
+        rtol=1e-4,
+    )
 
 
 def test_dead_nodes_end_the_walk(device: torch.device) -> None:

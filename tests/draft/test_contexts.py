@@ -18,10 +18,17 @@ from vllm_tokenswift.draft.contexts import (
 )
 from vllm_tokenswift.draft.cost import CostModel
 from vllm_tokenswift.draft.foresight import Foresight
+from vllm_tokenswift.draft.likeliest import (
+    COLUMNS,
+    NOTHING,
+    NUM_LIKELIEST,
+    Heard,
+    Likeliest,
+)
 from vllm_tokenswift.draft.noise import MURMUR, exponential, position_key
 from vllm_tokenswift.draft.planner import DraftRequest, Planner
 from vllm_tokenswift.draft.state import DraftState
-from vllm_tokenswift.tree import Source
+from vllm_tokenswift.tree import EMPTY_TREE, DraftTree, Source
 
 
 def table_of(tokens: list[int]) -> ContextTable:
@@ -40,7 +47,7 @@ def mixture(table: ContextTable, context: list[int]) -> dict[int, float]:
 
 
 def expected_mixture(tokens: list[int], context: list[int]) -> dict[int, float]:
-    """Witten and Bell's, with four times as much for what is unseen, of fading weights."""
+    """Witten and Bell's, with four times as much for what is unseen and one, of fading weights."""
     shares: dict[int, float] = {}
     for order in range(1, min(len(context), ORDERS) + 1):
         last = context[-order:]
@@ -51,7 +58,7 @@ def expected_mixture(tokens: list[int], context: list[int]) -> dict[int, float]:
         total = sum(weights.values())
         if not total:
             break
-        share = total / (total + 4 * len(weights))
+        share = total / (total + 1 + 4 * len(weights))
         shares = {token: value * (1 - share) for token, value in shares.items()}
         for token, weight in weights.items():
             shares[token] = shares.get(token, 0.0) + share * weight / total
@@ -166,6 +173,78 @@ def test_what_contexts_offer_is_theirs_and_keeps_to_the_depth_that_is_asked() ->
         tree = state.tree(count)
         assert int(Source.CONTEXT) in tree.sources.tolist()
         assert tree.depths.max() <= limit
+
+
+def said(*rows: dict[int, float]) -> Likeliest:
+    """Rows of the likeliest tokens and their probabilities."""
+    packed = np.full((len(rows), COLUMNS), NOTHING, np.int32)
+    for row, likely in zip(packed, rows, strict=True):
+        row[: len(likely)] = list(likely)
+        row[NUM_LIKELIEST : NUM_LIKELIEST + len(likely)] = np.array(
+            list(likely.values()), np.float32
+        ).view(np.int32)
+    return packed
+
+
+def test_what_the_target_said_counts_by_its_probability_at_drafts_not_accepted_too() -> None:
+    """After 3, 4, 5 stands a tree: 6, below it 7 and 8; 6 is accepted, then 9 is drawn."""
+    table = table_of([3, 4, 5])
+    tree = DraftTree.build([6, 7, 8], [0, 1, 1])
+    rows = said({6: 0.7, 20: 0.3}, {9: 0.5, 7: 0.25, 8: 0.25}, {30: 1.0}, {})
+    table.hear(np.array([6, 9], np.int32), Heard(tree, rows))
+    assert table.recent.tolist() == [9, 6, 5]
+    fading = 2 ** (-2 / 3000)
+
+    def heard(weights: dict[int, float], orders: int) -> dict[int, float]:
+        """Contexts of so many orders that said this, once."""
+        unknown = (1 / (fading + 1)) ** orders
+        return {token: weight * (1 - unknown) for token, weight in weights.items()}
+
+    assert mixture(table, [4, 5]) == pytest.approx(heard({6: 0.7, 20: 0.3}, 2), rel=1e-3)
+    accepted = {9: 0.5, 7: 0.25, 8: 0.25}
+    assert mixture(table, [4, 5, 6]) == pytest.approx(heard(accepted, 3), rel=1e-3)
+    assert mixture(table, [5, 6, 7]) == pytest.approx(heard({30: 1.0}, 3), rel=1e-3)
+    assert mixture(table, [5, 6, 8]) == {}  # nothing was said there
+    assert mixture(table, [6, 9]) == {}  # nor was 9 verified
+
+
+def test_a_table_grows_while_it_hears() -> None:
+    """Every iteration says eight followers of 32 nodes, and none is lost."""
+    rng, table = np.random.default_rng(5), ContextTable()
+    newest = 0
+    for _ in range(60):
+        drafts = rng.integers(0, 5000, 31).tolist()
+        tree = DraftTree.build(drafts, [int(rng.integers(0, i + 1)) for i in range(31)])
+        likely = [rng.choice(5000, 8, replace=False).tolist() for _ in range(32)]
+        rows = said(*(dict.fromkeys(row, 0.1) for row in likely))
+        before, newest = newest, int(rng.integers(0, 5000))
+        table.hear(np.array([newest], np.int32), Heard(tree, rows))
+        for node in range(1, 32):
+            assert set(likely[node]) <= set(mixture(table, [drafts[node - 1]]))
+        assert before == 0 or set(likely[0]) <= set(mixture(table, [before]))
+
+
+def test_a_text_that_was_heard_is_drafted_better_than_one_that_was_counted() -> None:
+    """The chain's own probabilities are heard at the places of its tokens."""
+    tokens = sampled_text(3000, seed=11)
+    rng = np.random.default_rng(11)
+    of_pair: dict[tuple[int, int], np.ndarray] = defaultdict(
+        lambda: rng.dirichlet(np.full(25, 0.15))
+    )
+    table = table_of(tokens[:2])
+    for i in range(2, len(tokens)):
+        chances = of_pair[tokens[i - 2], tokens[i - 1]]
+        order = np.argsort(-chances)[:8]
+        row = said({int(t): float(chances[t]) for t in order if chances[t] >= 0.01})
+        table.hear(np.array([tokens[i]], np.int32), Heard(EMPTY_TREE, row))
+    errors = []
+    for known in (table, table_of(tokens)):
+        wrong = 0.0
+        for pair, chances in of_pair.items():
+            found = mixture(known, list(pair))
+            wrong += sum(abs(chances[t] - found.get(t, 0.0)) for t in range(25))
+        errors.append(wrong)
+    assert errors[0] < 0.8 * errors[1]
 
 
 @pytest.mark.parametrize(("sampled", "k"), [(False, 20), (True, 0)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
 from sampling_reference import (
@@ -19,6 +20,7 @@ from sampling_reference import (
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 
+from vllm_tokenswift.draft.likeliest import NOTHING, NUM_LIKELIEST
 from vllm_tokenswift.sampling.noise import ExponentialSampler
 from vllm_tokenswift.sampling.params import PlainDefaults
 from vllm_tokenswift.sampling.scorer import Accepted, RowGroup, TreeScorer, sampled_token_ids
@@ -186,6 +188,48 @@ def test_the_walk_never_enters_a_dead_node(whole_trees: bool) -> None:
     logits[3:] = float("nan")
     accepted, _ = scorer.score(logits, [RowGroup("r", tree, dead_nodes=frozenset({3, 4, 5}))])
     assert accepted == [Accepted([1, 2], expected[:3])]
+
+
+@pytest.mark.parametrize("whole_trees", [False, True], ids=["by depth", "whole trees"])
+def test_the_likeliest_are_said_where_a_hearing_request_was_sampled(whole_trees: bool) -> None:
+    """By vLLM's penalty and min-p, at each node of the walk and nowhere else."""
+    params = make_params(seed=3, temperature=0.7, min_p=0.1, repetition_penalty=1.2)
+    expected = decode_plainly(params, PROMPT, 3, VOCAB)
+    scorer = make_scorer(whole_trees)
+    for req_id in ("r", "greedy", "silent"):
+        given = GREEDY["greedy"]() if req_id == "greedy" else params
+        scorer.add(req_id, given, PROMPT, [], new_generator(given))
+    tree = DraftTree.build([expected[0], 9, expected[1]], [0, 0, 1])
+    one_row = torch.randn(1, VOCAB)
+    logits = torch.cat([tree_logits(tree, PROMPT, VOCAB), one_row, one_row])
+    groups = [
+        RowGroup("r", tree, hears=True),
+        RowGroup("greedy", EMPTY_TREE, hears=True),
+        RowGroup("silent", EMPTY_TREE),
+    ]
+    (accepted, greedy, silent), _ = scorer.score(logits, groups)
+    assert accepted.tokens == expected
+    assert silent.said is None
+    assert greedy.said is not None
+    assert (greedy.said == NOTHING).all()
+    assert accepted.said is not None
+    text = list(PROMPT)
+    for node, path in ((0, []), (1, expected[:1]), (3, expected[:2])):
+        seen = torch.tensor([*text, *path]).unique()
+        row = logits[node].clone()
+        row[seen] = torch.where(row[seen] > 0, row[seen] / 1.2, row[seen] * 1.2)
+        row = (row / 0.7).softmax(-1)
+        row[row < 0.1 * row.max()] = 0.0
+        chances, ids = (row / row.sum()).sort(descending=True)
+        number = min(int((chances >= 0.01).sum()), NUM_LIKELIEST)
+        said = accepted.said[node]
+        assert said[:number].tolist() == ids[:number].tolist()
+        assert (said[number:NUM_LIKELIEST] == NOTHING).all()
+        assert said.view(np.float32)[NUM_LIKELIEST : NUM_LIKELIEST + number].tolist() == (
+            pytest.approx(chances[:number].tolist(), rel=1e-4)
+        )
+    if not whole_trees:
+        assert (accepted.said[2] == NOTHING).all()
 
 
 @pytest.mark.parametrize("whole_trees", [False, True], ids=["by depth", "whole trees"])

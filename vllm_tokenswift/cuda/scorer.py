@@ -1,4 +1,5 @@
-"""Temperature, min-p, eta and the sample of every tree row, in two passes over the logits.
+"""Temperature, min-p, eta, the sample of every tree row and its likeliest tokens, in two passes
+over the logits.
 
 Maths. That of vLLM's model runner V2 (``vllm/v1/worker/gpu/sample/sampler.py``), which
 serves plain decoding on CUDA: with ``x = logit / temperature`` and Gumbel noise ``g``,
@@ -16,6 +17,9 @@ the entropy is ``log s - t / s``. So one pass collects ``m, s, t`` (left out whe
 constraint) and a second finds the sample. A token whose ``p`` lies within a rounding
 error of eta may come out differently than in the eager order of operations.
 
+The likeliest tokens (``draft/likeliest.py``) are those of every chunk, of which the best are chosen
+with the samples. Their probabilities need the sum over what stays, which the second pass collects.
+
 Both constraints look at the unconstrained ``x``: a row should have one of them (the
 eager order takes eta's entropy from what min-p left). Rows with other constraints are
 shaped by the caller, who then passes temperature 1 and neither.
@@ -27,7 +31,7 @@ Aliasing. Inputs are only read. Sentinels: temperature 0 takes the argmax of the
 logits; min_p 0 and epsilon 0 are off; logits of -inf are never sampled (while another is
 finite).
 
-CUDA graphs. The launch depends on shapes and ``has_constraints`` alone.
+CUDA graphs. The launch depends on shapes, on ``has_constraints`` and on whether there is ``said``.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -43,7 +47,14 @@ from vllm.v1.worker.gpu.sample.gumbel import (
 )
 from vllm.v1.worker.gpu.sample.min_p import apply_min_p
 
+from vllm_tokenswift.draft.likeliest import COLUMNS, LEAST_PROBABILITY, NOTHING, NUM_LIKELIEST
 from vllm_tokenswift.sampling.eta import apply_eta
+from vllm_tokenswift.sampling.likeliest import likeliest_tokens
+
+_WIDTH = tl.constexpr(NUM_LIKELIEST)
+_COLUMNS = tl.constexpr(COLUMNS)
+_LEAST = tl.constexpr(LEAST_PROBABILITY)
+_NOTHING = tl.constexpr(NOTHING)
 
 
 def sample_rows_reference(
@@ -55,6 +66,7 @@ def sample_rows_reference(
     eta_epsilon: torch.Tensor,
     eta_alpha: torch.Tensor,
     use_fp64: bool = False,
+    said: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Twin of :func:`sample_rows` in vLLM's own launches: same arguments."""
     x = logits.to(torch.float32, copy=True)
@@ -62,6 +74,8 @@ def sample_rows_reference(
     apply_temperature(x, every, temperature)
     apply_min_p(x, every, min_p)
     apply_eta(x, eta_epsilon[:, None], eta_alpha[:, None])
+    if said is not None:
+        said.copy_(torch.from_numpy(likeliest_tokens(x)))
     return gumbel_sample(
         x,
         every,
@@ -152,9 +166,13 @@ def _chunk_samples_kernel(
     statistics_ptr,  # [num_rows, 3, num_chunks]
     scores_ptr,  # [num_rows, num_chunks]
     tokens_ptr,  # [num_rows, num_chunks]
+    likely_ptr,  # [num_rows, num_chunks, WIDTH]: logits of the likeliest
+    likely_tokens_ptr,  # [num_rows, num_chunks, WIDTH]
+    sums_ptr,  # [num_rows, num_chunks], of the weights of what stays, beside the likeliest's
     row_stride,
     vocab,
     num_chunks,
+    SAYS: tl.constexpr,
     HAS_CONSTRAINTS: tl.constexpr,
     USE_FP64: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -185,6 +203,15 @@ def _chunk_samples_kernel(
     )
     tl.store(scores_ptr + row * num_chunks + chunk, score)
     tl.store(tokens_ptr + row * num_chunks + chunk, chunk * CHUNK + best)
+    if SAYS:
+        place = row * num_chunks + chunk
+        maximum = tl.maximum(tl.max(x, 0), -1e30)
+        tl.store(sums_ptr + place, tl.sum(tl.exp(x - maximum), 0))
+        for i in tl.static_range(_WIDTH):
+            likeliest = tl.argmax(x, 0)
+            tl.store(likely_ptr + place * _WIDTH + i, tl.max(x, 0))
+            tl.store(likely_tokens_ptr + place * _WIDTH + i, chunk * CHUNK + likeliest)
+            x = tl.where(token == chunk * CHUNK + likeliest, float("-inf"), x)
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
@@ -192,7 +219,13 @@ def _row_samples_kernel(
     scores_ptr,  # [num_rows, num_chunks]
     tokens_ptr,  # [num_rows, num_chunks]
     sampled_ptr,  # [num_rows]
+    likely_ptr,  # [num_rows, num_chunks, WIDTH]
+    likely_tokens_ptr,  # [num_rows, num_chunks, WIDTH]
+    sums_ptr,  # [num_rows, num_chunks]
+    said_ptr,  # int32 [num_rows, COLUMNS]
+    probabilities_ptr,  # the same memory as float32
     num_chunks,
+    SAYS: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -202,6 +235,24 @@ def _row_samples_kernel(
     )
     best = tl.argmax(score, 0)
     tl.store(sampled_ptr + row, tl.load(tokens_ptr + row * num_chunks + best).to(tl.int64))
+    if SAYS:
+        first = row * num_chunks
+        chunk_ok = chunk < num_chunks
+        maxima = tl.load(likely_ptr + (first + chunk) * _WIDTH, mask=chunk_ok, other=-1e30)
+        sums = tl.load(sums_ptr + first + chunk, mask=chunk_ok, other=0.0)
+        maximum = tl.max(maxima, 0)
+        total = tl.sum(tl.where(sums > 0.0, sums * tl.exp(maxima - maximum), 0.0), 0)
+        candidate = tl.arange(0, CHUNKS_PADDED * _WIDTH)
+        candidate_ok = candidate < num_chunks * _WIDTH
+        x = tl.load(likely_ptr + first * _WIDTH + candidate, mask=candidate_ok, other=float("-inf"))
+        for i in tl.static_range(_WIDTH):
+            likeliest = tl.argmax(x, 0)
+            probability = tl.exp(tl.max(x, 0) - maximum) / total
+            token = tl.load(likely_tokens_ptr + first * _WIDTH + likeliest)
+            token = tl.where(probability >= _LEAST, token, _NOTHING)
+            tl.store(said_ptr + row * _COLUMNS + i, token)
+            tl.store(probabilities_ptr + row * _COLUMNS + _WIDTH + i, probability)
+            x = tl.where(candidate == likeliest, float("-inf"), x)
 
 
 def sample_rows(
@@ -214,6 +265,7 @@ def sample_rows(
     eta_alpha: torch.Tensor,
     use_fp64: bool = False,
     has_constraints: bool = True,
+    said: torch.Tensor | None = None,
     chunk: int = 4096,
     num_warps: int = 4,
 ) -> torch.Tensor:
@@ -226,6 +278,8 @@ def sample_rows(
         greedy, 0 of min_p and of eta_epsilon switches that constraint off.
     use_fp64: noise and its sum with the logits in float64 (vLLM's ``use_fp64_gumbel``).
     has_constraints: False promises that min_p and eta_epsilon are 0 in every row.
+    said: int32 ``[num_rows, COLUMNS]``, takes each row's likeliest tokens (``draft/likeliest.py``;
+        behind an id of -1 stands no probability); None where nobody asks for them.
     Returns int64 ``[num_rows]``.
     """
     num_rows, vocab = logits.shape
@@ -237,6 +291,11 @@ def sample_rows(
     )
     tokens = logits.new_empty(num_rows, num_chunks, dtype=torch.int32)
     sampled = logits.new_empty(num_rows, dtype=torch.int64)
+    sums = likely = likely_tokens = None
+    if said is not None:
+        sums = logits.new_empty(num_rows, num_chunks, dtype=torch.float32)
+        likely = logits.new_empty(num_rows, num_chunks, NUM_LIKELIEST, dtype=torch.float32)
+        likely_tokens = torch.empty_like(likely, dtype=torch.int32)
     if has_constraints:
         _row_statistics_kernel[(num_rows, num_chunks)](
             logits,
@@ -259,14 +318,30 @@ def sample_rows(
         statistics,
         scores,
         tokens,
+        likely,
+        likely_tokens,
+        sums,
         logits.stride(0),
         vocab,
         num_chunks,
+        SAYS=said is not None,
         HAS_CONSTRAINTS=has_constraints,
         USE_FP64=use_fp64,
         CHUNK=chunk,
         CHUNKS_PADDED=padded,
         num_warps=num_warps,
     )
-    _row_samples_kernel[(num_rows,)](scores, tokens, sampled, num_chunks, CHUNKS_PADDED=padded)
+    _row_samples_kernel[(num_rows,)](
+        scores,
+        tokens,
+        sampled,
+        likely,
+        likely_tokens,
+        sums,
+        said,
+        None if said is None else said.view(torch.float32),
+        num_chunks,
+        SAYS=said is not None,
+        CHUNKS_PADDED=padded,
+    )
     return sampled

@@ -22,6 +22,7 @@ from vllm_tokenswift.cuda.scored_rows import Parameter, ScoredRows
 from vllm_tokenswift.cuda.scorer import sample_rows
 from vllm_tokenswift.cuda.seed_noise import SeedNoise
 from vllm_tokenswift.draft.foresight import Foresight
+from vllm_tokenswift.draft.likeliest import COLUMNS
 from vllm_tokenswift.engine.staging import Staging
 from vllm_tokenswift.sampling.constraints import Rows, apply_constraints
 from vllm_tokenswift.sampling.noise import PositionDraws
@@ -52,6 +53,7 @@ class CUDATreeScorer(TreeScorer):
         self._row_staging = Staging(self.device)
         self._draft_staging = Staging(self.device)
         self._samples = torch.empty(0, dtype=torch.int64)
+        self._said = torch.empty(0, COLUMNS, dtype=torch.int32)
         self._copied = torch.cuda.Event() if self.device.type == "cuda" else None
 
     def _new_draws(self, generator: torch.Generator | None) -> PositionDraws:
@@ -102,17 +104,25 @@ class CUDATreeScorer(TreeScorer):
         ):
             name = "tokenswift warm-up"
             self.add(name, params, [0], [], torch.Generator().manual_seed(0))
-            self.score(logits, [RowGroup(name, DraftTree.chain([0]))])
+            for hears in (False, True):
+                self.score(logits, [RowGroup(name, DraftTree.chain([0]), hears=hears)])
             self.remove(name)
 
     def _walk_sampled(self, walk: Walk, on_sampled: OnSampled | None) -> None:
-        sampled = self._sample_rows(walk)
+        num_rows = len(walk.logits)
+        said = None
+        if walk.said is not None:
+            said = torch.empty(num_rows, COLUMNS, dtype=torch.int32, device=self.device)
+        sampled = self._sample_rows(walk, said)
         # Copied before anything that is launched behind it, and waited for alone.
-        if len(sampled) > len(self._samples):
-            size = 2 * len(sampled)
+        if num_rows > len(self._samples):
+            size = 2 * num_rows
             self._samples = torch.empty(size, dtype=torch.int64, pin_memory=PIN_MEMORY)
-        on_host = self._samples[: len(sampled)]
+            self._said = torch.empty(size, COLUMNS, dtype=torch.int32, pin_memory=PIN_MEMORY)
+        on_host, said_on_host = self._samples[:num_rows], self._said[:num_rows]
         on_host.copy_(sampled, non_blocking=True)
+        if said is not None:
+            said_on_host.copy_(said, non_blocking=True)
         if self._copied is not None:
             self._copied.record(current_stream())
         if on_sampled is not None:
@@ -120,13 +130,16 @@ class CUDATreeScorer(TreeScorer):
         if self._copied is not None:
             self._copied.synchronize()
         tokens = on_host.tolist()
+        if walk.said is not None:
+            walk.said[:] = said_on_host.numpy()
+            walk.silence_dead_nodes()
         for root in walk.roots():
             place: Place | None = root
             while place is not None:
                 place = walk.step(place, tokens[walk.row(place)])
 
-    def _sample_rows(self, walk: Walk) -> torch.Tensor:
-        """The tokens of all logits rows, int64 ``[rows]``."""
+    def _sample_rows(self, walk: Walk, said: torch.Tensor | None) -> torch.Tensor:
+        """The tokens of all logits rows, int64 ``[rows]``; said: see :func:`sample_rows`."""
         trees = [group.tree for group in walk.groups]
         rows = ScoredRows.of(walk.states, trees, all_general=walk.processed is not None)
         seeds, positions, parameters, *window = self._row_staging.to_device(
@@ -153,6 +166,7 @@ class CUDATreeScorer(TreeScorer):
             parameters[Parameter.ETA_ALPHA],
             use_fp64=self._use_fp64,
             has_constraints=rows.has_constraints,
+            said=said,
         )
 
     def _shape_general(

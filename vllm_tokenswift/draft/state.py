@@ -10,9 +10,10 @@ import numpy as np
 from vllm_tokenswift.draft import offers
 from vllm_tokenswift.draft.candidates import HeadCandidates
 from vllm_tokenswift.draft.commit import commit
-from vllm_tokenswift.draft.contexts import NO_CONTEXTS, ContextArrays, ContextTable
+from vllm_tokenswift.draft.contexts import NO_CONTEXTS, ContextArrays, ContextTable, Ints
 from vllm_tokenswift.draft.foresight import NO_KEYS, Foresight
 from vllm_tokenswift.draft.gain import new_cells
+from vllm_tokenswift.draft.likeliest import Heard
 from vllm_tokenswift.draft.ngrams import NgramTable
 from vllm_tokenswift.draft.noise import NO_NOISE, Keys
 from vllm_tokenswift.draft.own_tokens import OwnTokens
@@ -62,6 +63,8 @@ class DraftState:
         self.last_heads: HeadCandidates | None = None
         self.num_tokens = 0
         self._unindexed = array("i")  # the newest tokens of the text, not in the indexes yet
+        # What was heard with some of them: the first, how many, and that.
+        self._heard: list[tuple[int, int, Heard]] = []
         self._max_match = max_match
         self._last_token = -1
         self._steps = np.empty((0, offers.STEP_COLUMNS), np.int32)
@@ -73,8 +76,10 @@ class DraftState:
         self.taken = np.empty((0, TAKEN_COLUMNS), np.int32)
         self.probabilities = np.empty(0)
 
-    def extend(self, tokens: Sequence[int]) -> None:
+    def extend(self, tokens: Sequence[int], heard: Heard | None = None) -> None:
         """Append committed tokens (the prompt, or what one step emitted, bonus token included).
+
+        heard: what the step's verify pass said, where that was asked.
 
         What was offered since the last call is compared with them, and learned from. Where
         nothing was, the indexes take them in when something is.
@@ -82,6 +87,8 @@ class DraftState:
         if not tokens:
             return
         further = self.own_tokens.observe(tokens)
+        if heard is not None:
+            self._heard.append((len(self._unindexed), len(tokens), heard))
         self._unindexed.extend(tokens)
         if self._text_offers is not None:
             self.self_draft.observe(len(tokens) - further)
@@ -125,9 +132,18 @@ class DraftState:
         if counted < len(new):
             table.extend(new[counted:])
         if self.contexts is not None:
-            self.contexts.extend(new)
+            self._count_contexts(self.contexts, new)
         self._num_roots = 0
         self._text_offers = None
+
+    def _count_contexts(self, contexts: ContextTable, new: Ints) -> None:
+        done = 0
+        for first, number, heard in self._heard:
+            contexts.extend(new[done:first])
+            done = first + number
+            contexts.hear(new[first:done], heard)
+        del self._heard[:]
+        contexts.extend(new[done:])
 
     def draft(
         self,

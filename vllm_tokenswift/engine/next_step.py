@@ -26,14 +26,17 @@ if TYPE_CHECKING:
 
 
 class NextStep:
-    """Drafts for a runner's next step and launches its pass where it can be foreseen."""
+    """Drafts for a runner's next step and launches its pass where it can be foreseen.
+
+    ``rested``: the requests that nobody looked at when the step under way was made.
+    """
 
     def __init__(self, runner: TokenSwiftRunnerMixin, drafting: Drafter) -> None:
         self.runner = runner
         self.drafting = drafting
         self._expects_drafts = True
         self._is_launched = False
-        self._rested: list[str] = []  # requests that nobody looks at in this step
+        self.rested: list[str] = []
         self._requests: list[DraftRequest] = []
         self._accepted: Sequence[Accepted] = ()
 
@@ -65,7 +68,7 @@ class NextStep:
         """
         rows = self._may_draft(groups, accepted)
         rests = bool(rows) and self.drafting.rests([state for _, state, _ in rows])
-        self._rested = [groups[row].req_id for row, _, _ in rows] if rests else []
+        self.rested = [groups[row].req_id for row, _, _ in rows] if rests else []
         if rests:
             return
         block_table = self.runner.block_table()
@@ -80,9 +83,9 @@ class NextStep:
     def draft(self) -> dict[str, DraftTree]:
         """The trees of the next step, by request; a request without drafts may be absent."""
         runner, requests = self.runner, self._requests
-        if self._rested:
+        if self.rested:
             if runner.recorder is not None:
-                runner.recorder.rested(self._rested)
+                runner.recorder.rested(self.rested)
             return {}
         num_others = len(self._accepted) - len(requests)
         is_launched, self._is_launched = self._is_launched, False

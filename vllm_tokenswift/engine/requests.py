@@ -24,3 +24,8 @@ class RequestState:
     speculate: bool
     chain_only: bool
     max_tokens: int
+
+    @property
+    def hears(self) -> bool:
+        """Whether drafting makes use of what the target finds likeliest."""
+        return self.speculate and self.draft.contexts is not None

@@ -27,6 +27,7 @@ from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+from vllm_tokenswift.draft.likeliest import Heard
 from vllm_tokenswift.draft.state import DraftState
 from vllm_tokenswift.engine import step_layout
 from vllm_tokenswift.engine.ahead import PassAhead, PassesAhead, PreparedPass
@@ -218,6 +219,8 @@ class TokenSwiftRunnerMixin(_Runner):
         table = self.draft_table()
         sampled = params.temperature > 0
         draft = DraftState(options.ngram_n, options.ngram_k, options.suffix_max_match, sampled)
+        if options.plan != "auto" or self.scorer.foresight(req_id) is None:
+            draft.contexts = None  # nobody would look at them
         draft.extend(prompt)
         draft.extend(request.output_token_ids)
         self.request_states[req_id] = RequestState(
@@ -367,6 +370,7 @@ class TokenSwiftRunnerMixin(_Runner):
 
     def _row_groups(self) -> list[RowGroup]:
         trees = {rows.req_id: rows.tree for rows in self._plan.trees}
+        rested = self.next_step.rested
         return [
             RowGroup(
                 req_id,
@@ -377,6 +381,7 @@ class TokenSwiftRunnerMixin(_Runner):
                     if req_id in self._placeholders
                     else self._dead_nodes.get(req_id, frozenset())
                 ),
+                hears=req_id not in rested and self.request_states[req_id].hears,
             )
             for batch_row, req_id in enumerate(self.input_batch.req_ids)
         ]
@@ -411,7 +416,8 @@ class TokenSwiftRunnerMixin(_Runner):
             req_id, tokens = group.req_id, emitted.tokens
             if not tokens:
                 continue
-            self.request_states[req_id].draft.extend(tokens)
+            heard = None if emitted.said is None else Heard(group.tree, emitted.said)
+            self.request_states[req_id].draft.extend(tokens, heard)
             if self.recorder is not None:
                 self.recorder.iteration(req_id, group.tree, emitted.nodes, tokens, len(groups))
 

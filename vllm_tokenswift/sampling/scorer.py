@@ -18,6 +18,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from vllm_tokenswift.draft.foresight import Foresight
 from vllm_tokenswift.sampling.constraints import Rows, apply_constraints, shape_distribution
+from vllm_tokenswift.sampling.likeliest import likeliest_tokens
 from vllm_tokenswift.sampling.logprobs import gather_logprobs, wants_logprobs
 from vllm_tokenswift.sampling.noise import PositionDraws, noise_sampler
 from vllm_tokenswift.sampling.params import PenaltyDefaults, RequestOptions, validate
@@ -204,6 +205,7 @@ class TreeScorer:
         random = rows.where(lambda state: not state.greedy)
         if not random:
             return Sampler.greedy_sample(shaped).long()
+        self._say(walk, places, random, shaped)
         draws = [states[row].draws for row in random]
         depths = [len(places[row].path) for row in random]
         if not greedy:
@@ -212,6 +214,20 @@ class TreeScorer:
         tokens[greedy] = Sampler.greedy_sample(shaped[greedy]).long()
         tokens[random] = self._noise.sample(shaped[random], draws, depths)
         return tokens
+
+    def _say(
+        self, walk: Walk, places: Sequence[Place], random: list[int], shaped: torch.Tensor
+    ) -> None:
+        """Writes down what is likeliest at the places that somebody hears of.
+
+        random: those that are sampled with noise; the others' rows have another shape.
+        """
+        if walk.said is None:
+            return
+        heard = [row for row in random if walk.groups[places[row].group].hears]
+        if heard:
+            of_heard = shaped if len(heard) == len(places) else shaped[heard]
+            walk.said[[walk.row(places[row]) for row in heard]] = likeliest_tokens(of_heard)
 
     def _shape_random(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
         """The distribution's shape, for the rows of random requests."""

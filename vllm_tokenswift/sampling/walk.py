@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
+from vllm_tokenswift.draft.likeliest import COLUMNS, NOTHING, Likeliest
 from vllm_tokenswift.sampling.logprobs import EmittedToken, wants_logprobs
 from vllm_tokenswift.sampling.request import RequestState
 from vllm_tokenswift.tree import DraftTree
@@ -24,12 +26,14 @@ class RowGroup:
     discard: a partial prefill. It has its one logits row, but nothing is sampled
         and no noise is drawn.
     dead_nodes: nodes that were not verified; the walk never enters them.
+    hears: whether to say what the target found likeliest at its nodes.
     """
 
     req_id: str
     tree: DraftTree
     discard: bool = False
     dead_nodes: frozenset[int] = frozenset()
+    hears: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,13 @@ class Accepted:
 
     nodes: the accepted draft nodes, from the root's child down.
     tokens: their tokens and one more; empty for a discarded group.
+    said: ``[nodes of the tree, COLUMNS]``, what the target found likeliest at each that was
+        sampled at; None where the group does not hear it.
     """
 
     nodes: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    said: Likeliest | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -68,9 +75,26 @@ class Walk:
     logits: torch.Tensor
     processed: torch.Tensor | None
     accepted: list[Accepted] = field(init=False)
+    # int32 ``[rows, COLUMNS]``, of the rows of groups that hear it; None where none does.
+    said: Likeliest | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.accepted = [Accepted() for _ in self.groups]
+        if any(group.hears and not group.discard for group in self.groups):
+            self.said = np.full((len(self.logits), COLUMNS), NOTHING, np.int32)
+        self.accepted = [
+            Accepted(said=self._rows_of(start, group) if group.hears else None)
+            for start, group in zip(self.starts, self.groups, strict=True)
+        ]
+
+    def _rows_of(self, start: int, group: RowGroup) -> Likeliest | None:
+        return None if self.said is None else self.said[start : start + len(group.tree) + 1]
+
+    def silence_dead_nodes(self) -> None:
+        """Nodes that were not verified have nothing to say."""
+        assert self.said is not None
+        for start, group in zip(self.starts, self.groups, strict=True):
+            for node in group.dead_nodes:
+                self.said[start + node] = NOTHING
 
     def row(self, place: Place) -> int:
         return self.starts[place.group] + place.node
