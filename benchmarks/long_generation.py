@@ -10,10 +10,16 @@
     # table and plots
     python benchmarks/long_generation.py report --tokenswift ts.json --plain plain.json \
         --ngram ngram.json --out results/long_generation_h100
+    # several generate and cost commands, one after another, in one engine
+    python benchmarks/long_generation.py several --max-model-len 30000 \
+        "generate MODEL --method tokenswift --prompt-file story.txt --tokens 20000 --out a.json" \
+        "generate MODEL --method tokenswift --prompt-file other.txt --tokens 4000 --out b.json"
 
-Every ``generate`` and ``cost`` is a process with one engine, and may be cut into parts so that
-none takes longer than a machine can be held. Plain decoding's cost per token depends on the
-length alone, so its total is integrated from ``cost``; ``generate --method plain`` checks that.
+A ``generate`` or ``cost`` is a process with one engine, and may be cut into parts so that none
+takes longer than a machine can be held. An engine for a large model takes minutes to start, which
+``several`` spends once; what shapes the engine has to be the same in all its commands. Plain
+decoding's cost per token depends on the length alone, so its total is integrated from ``cost``;
+``generate --method plain`` checks that.
 
 Sampling: ``--temperature 1 --min-p 0.1 --theta 1.1 --window 1024`` by default, ``--temperature 0``
 for greedy. Plain vLLM and ``ngram`` do without the penalty's logits processor unless
@@ -27,9 +33,12 @@ import argparse
 import itertools
 import json
 import platform
+import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,6 +48,7 @@ import numpy as np
 POINT_EVERY_TOKENS = 250
 COST_POINTS = 12
 COST_TOKENS = 48
+WARM_UP_TOKENS = 64
 NGRAM = {
     "method": "ngram",
     "num_speculative_tokens": 8,
@@ -46,6 +56,8 @@ NGRAM = {
     "prompt_lookup_min": 2,
 }
 NGRAM_TOP_P = 0.9  # in place of min-p, which vLLM's own speculation refuses
+# Arguments that commands which share an engine have in common.
+SHAPES_ENGINE = ("model", "method", "batch", "dtype", "options", "engine", "penalise_plain")
 
 
 # -- the engine -------------------------------------------------------------------
@@ -140,16 +152,14 @@ def decode(
 # -- generate -----------------------------------------------------------------------
 
 
-def generate(arguments: argparse.Namespace) -> None:
+def generate(arguments: argparse.Namespace, llm: Any, description: dict[str, Any]) -> None:
+    """Writes on, and records the text and its points; description: see :func:`describe`."""
     if arguments.resume:
         record = json.loads(arguments.resume.read_text())
         arguments.prefix = record["arguments"]["prefix"]
     else:
-        record = {**describe(arguments), "texts": [], "points": [], "seconds": 0.0}
-    longest = max((len(text) for text in record["texts"]), default=arguments.prefix)
-    llm = make_engine(arguments, longest + arguments.tokens + 64)
-    if not record["texts"]:
-        record["texts"] = [read_prefix(llm, arguments)] * arguments.batch
+        texts = [read_prefix(llm, arguments)] * arguments.batch
+        record = {**of_record(arguments, description), "texts": texts, "points": [], "seconds": 0.0}
     done = len(record["texts"][0]) - arguments.prefix
     warm_up(llm, arguments, record["texts"][0][: arguments.prefix])
 
@@ -182,7 +192,7 @@ def generate(arguments: argparse.Namespace) -> None:
     if arguments.method == "tokenswift":
         last["stats"] = stats_of(llm)
     record["points"].append(last)
-    record["parts"] = [*record.get("parts", []), describe(arguments)]
+    record["parts"] = [*record.get("parts", []), of_record(arguments, description)]
     record["distinct"] = [distinct(record["texts"][0][arguments.prefix :], n) for n in range(1, 5)]
     write(arguments.out, record)
     tokens = timeline[-1][0]
@@ -204,7 +214,8 @@ def read_prefix(llm: Any, arguments: argparse.Namespace) -> list[int]:
 
 
 def warm_up(llm: Any, arguments: argparse.Namespace, prompt: list[int]) -> None:
-    decode(llm, [prompt] * arguments.batch, [sampling_params(arguments, 64, 3)] * arguments.batch)
+    params = sampling_params(arguments, WARM_UP_TOKENS, 3)
+    decode(llm, [prompt] * arguments.batch, [params] * arguments.batch)
 
 
 def stats_of(llm: Any) -> dict[str, Any]:
@@ -221,13 +232,13 @@ def distinct(tokens: list[int], n: int) -> float:
 # -- cost of plain decoding by length ---------------------------------------------------
 
 
-def cost(arguments: argparse.Namespace) -> None:
+def cost(arguments: argparse.Namespace, llm: Any, description: dict[str, Any]) -> None:
+    """Records milliseconds per token at some lengths; description: see :func:`describe`."""
     source = json.loads(arguments.text.read_text())
     prefix = source["arguments"]["prefix"]
     texts = source["texts"][: arguments.batch]
     longest = min(map(len, texts))
-    llm = make_engine(arguments, longest + COST_TOKENS + 64)
-    record = {**describe(arguments), "prefix": prefix, "points": []}
+    record = {**of_record(arguments, description), "prefix": prefix, "points": []}
     warm_up(llm, arguments, texts[0][:prefix])
     # Rising lengths: the prefix cache leaves only the new part of each to be computed.
     for length in np.linspace(prefix, longest, COST_POINTS).astype(int).tolist():
@@ -248,6 +259,67 @@ def integrated_seconds(points: list[dict[str, float]], prefix: int, tokens: int)
     costs = np.array([point["ms_per_token"] for point in points])
     positions = np.arange(prefix, prefix + tokens)
     return float(np.interp(positions, lengths, costs).sum() / 1e3)
+
+
+# -- commands and their engine ------------------------------------------------------------
+
+
+def alone(arguments: argparse.Namespace) -> None:
+    """One command in an engine of its own."""
+    llm = make_engine(arguments, room(arguments, {}))
+    arguments.measure(arguments, llm, describe(llm, sys.argv[1:], num_others=0))
+
+
+def several(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Commands one after another, in one engine; each writes its record as soon as it is done."""
+    commands = commands_of_one_engine(parser, arguments.lines, arguments.max_model_len)
+    llm = make_engine(commands[0], arguments.max_model_len)
+    for words, command in zip(arguments.lines, commands, strict=True):
+        print(f"-- {shlex.join(words)}", flush=True)
+        command.measure(command, llm, describe(llm, words, len(commands) - 1))
+
+
+def commands_of_one_engine(
+    parser: argparse.ArgumentParser, lines: Sequence[list[str]], max_model_len: int
+) -> list[argparse.Namespace]:
+    """The command lines parsed. One engine is enough for them, or the parser ends the process."""
+    commands = [parser.parse_args(words) for words in lines]
+    planned: dict[Path, int] = {}
+    for words, command in zip(lines, commands, strict=True):
+        if "measure" not in command:
+            parser.error(f"several runs generate and cost, not {words[0]}")
+        for name in SHAPES_ENGINE:
+            first, value = getattr(commands[0], name), getattr(command, name)
+            if value != first:
+                option = name if name == "model" else "--" + name.replace("_", "-")
+                parser.error(
+                    f"one engine has one {option}: it is {first!r} in the first command, and "
+                    f"{value!r} in: {shlex.join(words)}"
+                )
+        needed = room(command, planned)
+        if needed > max_model_len:
+            parser.error(
+                f"--max-model-len {max_model_len} is too short, {needed} are needed for: "
+                f"{shlex.join(words)}"
+            )
+        planned[command.out] = needed - WARM_UP_TOKENS
+    return commands
+
+
+def room(arguments: argparse.Namespace, planned: Mapping[Path, int]) -> int:
+    """Tokens of the longest sequence that a command can come to, with some for its warm-up.
+
+    planned: tokens of the longest text in records that are not written yet.
+    """
+    is_cost = arguments.measure is cost
+    source = arguments.text if is_cost else arguments.resume
+    if source is None:
+        length = arguments.prefix
+    elif source in planned:
+        length = planned[source]
+    else:
+        length = max(map(len, json.loads(source.read_text())["texts"]))
+    return int(length + (COST_TOKENS if is_cost else arguments.tokens) + WARM_UP_TOKENS)
 
 
 # -- report ------------------------------------------------------------------------------
@@ -297,7 +369,8 @@ def seconds_at(record: dict[str, Any], tokens: int) -> float:
 def acceptance(record: dict[str, Any], tokens: int, since: int = 0) -> dict[str, float]:
     """Tokens per iteration, and the paper's alpha and beta, over a stretch of the text.
 
-    Each part of a run starts with counters of its own, so differences are summed within parts.
+    What an engine counted before a part or between two is not this text's, so differences are
+    summed within parts.
     """
     sums = {"iterations": 0.0, "emitted": 0.0, "accepted": 0.0, "ngram": 0.0}
     names = {
@@ -308,8 +381,8 @@ def acceptance(record: dict[str, Any], tokens: int, since: int = 0) -> dict[str,
     }
     points = [p for p in record["points"] if "stats" in p and since <= p["tokens"] <= tokens]
     for earlier, later in itertools.pairwise(points):
-        if later["stats"]["num_iterations"] < earlier["stats"]["num_iterations"]:
-            continue  # a new process
+        if later["seconds"] == earlier["seconds"]:
+            continue  # a part begins at the second at which the one before it ended
         for name, key in names.items():
             sums[name] += later["stats"][key] - earlier["stats"][key]
     iterations = max(1.0, sums["iterations"])
@@ -360,8 +433,19 @@ def plot(
 # -- records -----------------------------------------------------------------------------
 
 
-def describe(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What produced a record: command, versions, commit and hardware."""
+def of_record(arguments: argparse.Namespace, description: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a command beside what :func:`describe` says of it."""
+    values = {name: _without_folder(value) for name, value in vars(arguments).items()}
+    for function in ("run", "measure"):
+        values.pop(function)
+    return {"arguments": values, "description": description}
+
+
+def describe(llm: Any, words: Sequence[str], num_others: int) -> dict[str, Any]:
+    """What produced a record: command, engine, versions, commit and hardware.
+
+    words: the command line, without the program. num_others: commands that share its engine.
+    """
     import torch
     import triton
     import vllm
@@ -370,10 +454,10 @@ def describe(arguments: argparse.Namespace) -> dict[str, Any]:
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
     )
-    values = {name: _without_folder(value) for name, value in vars(arguments).items()}
-    values.pop("run")
-    description = {
-        "command": " ".join(str(_without_folder(word)) for word in sys.argv),
+    return {
+        "command": shlex.join(str(_without_folder(word)) for word in (sys.argv[0], *words)),
+        "max_model_len": llm.model_config.max_model_len,
+        "engine_shared_with": num_others,
         "commit": commit.stdout.strip() or "not in a repository",
         "hardware": current_platform.get_device_name(),
         "versions": {
@@ -383,7 +467,6 @@ def describe(arguments: argparse.Namespace) -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
-    return {"arguments": values, "description": description}
 
 
 def _without_folder(value: Any) -> Any:
@@ -397,7 +480,7 @@ def write(path: Path, record: dict[str, Any]) -> None:
     path.write_text(json.dumps(record))
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -422,11 +505,18 @@ def main() -> None:
     command.add_argument("--tokens", type=int, default=20_000)
     command.add_argument("--continue", dest="resume", type=Path)
     command.add_argument("--seconds", type=float, help="end this part after so many, if not before")
-    command.set_defaults(run=generate)
+    command.set_defaults(run=alone, measure=generate)
 
     command = commands.add_parser("cost", parents=[engine])
     command.add_argument("--text", type=Path, required=True)
-    command.set_defaults(run=cost, method="plain")
+    command.set_defaults(run=alone, measure=cost, method="plain")
+
+    command = commands.add_parser("several")
+    command.add_argument("--max-model-len", type=int, required=True, help="of the engine")
+    command.add_argument(
+        "lines", nargs="+", type=shlex.split, metavar="COMMAND", help="generate or cost, quoted"
+    )
+    command.set_defaults(run=partial(several, parser))
 
     command = commands.add_parser("report")
     command.add_argument("--tokenswift", type=Path, required=True)
@@ -434,8 +524,11 @@ def main() -> None:
     command.add_argument("--ngram", type=Path)
     command.add_argument("--out", type=Path, required=True)
     command.set_defaults(run=report)
+    return parser
 
-    arguments = parser.parse_args()
+
+def main() -> None:
+    arguments = make_parser().parse_args()
     arguments.run(arguments)
 
 
