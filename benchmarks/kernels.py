@@ -36,16 +36,28 @@ import triton
 
 from vllm_tokenswift.cuda.block_scores import block_scores, block_scores_reference
 from vllm_tokenswift.cuda.cache_layout import CacheLayers
+from vllm_tokenswift.cuda.descent_kernels import (
+    ENTRY,
+    WIDTH,
+    choose_paths,
+    enter_head,
+    leave_head,
+    top_tokens,
+)
 from vllm_tokenswift.cuda.kv_move import move_kv, move_kv_reference
 from vllm_tokenswift.cuda.penalty import penalise_windows, penalise_windows_reference
 from vllm_tokenswift.cuda.prefix_attention import prefix_attention, prefix_attention_reference
 from vllm_tokenswift.cuda.scorer import sample_rows, sample_rows_reference
+from vllm_tokenswift.cuda.seed_noise import SeedNoise
 from vllm_tokenswift.cuda.tree_attention import (
     pack_ancestors,
     tree_attention,
     tree_attention_reference,
     unpack_ancestors,
 )
+from vllm_tokenswift.engine.descent import PATHS
+from vllm_tokenswift.heads.model import ConditionedHead
+from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
 from vllm_tokenswift.sampling.window import penalise
 from vllm_tokenswift.tree import DraftTree
 
@@ -379,6 +391,113 @@ def check_scorer(report: Report) -> None:
     )
 
 
+def check_heads(report: Report) -> None:
+    """The kernels between a descent's matrix products, each in memory of its own.
+
+    Not the graphs that hold them (``cuda/head_graph.py``): without PyTorch's caching of memory
+    nothing can be captured.
+    """
+    for hidden, dtype in ((576, torch.float32), (4096, torch.bfloat16)):
+        check_head_states(report, hidden, dtype)
+    for part, dtype in ((45, torch.float32), (2500, torch.bfloat16)):  # one chunk, and three
+        check_head_tokens(report, part, dtype)
+    check_head_paths(report)
+
+
+@torch.inference_mode()
+def check_head_states(report: Report, hidden: int, dtype: torch.dtype) -> None:
+    layer = ConditionedHead(hidden, eps=1e-6, width=40).to(DEVICE, dtype)
+    for weight in layer.parameters():
+        torch.nn.init.normal_(weight, std=0.1)
+    rows = torch.tensor([0, 0, 2, 1, 1, 2], device=DEVICE)
+    states = torch.randn(3, hidden, dtype=dtype, device=DEVICE)
+    embedded = torch.randn(len(rows), hidden, dtype=dtype, device=DEVICE)
+    entries = torch.zeros(len(rows), ENTRY, dtype=torch.int32, device=DEVICE)
+    entries[:, 1] = rows
+    both = torch.full_like(embedded.repeat(1, 2), math.nan)
+    moved, read = torch.full_like(embedded, math.nan), torch.full_like(embedded, math.nan)
+    state_norm, token_norm = layer.input_layernorm, layer.token_layernorm
+    enter_head(
+        entries, states, embedded, state_norm.weight, token_norm.weight, state_norm.eps, moved, both
+    )
+    name = f"hidden size {hidden} {str(dtype).removeprefix('torch.')}"
+    expected = torch.cat([state_norm(states[rows]), token_norm(embedded)], dim=-1)
+    report.check(f"what a head reads, {name}", both, expected, LIMITS[dtype])
+    report.check(f"states that heads start from, {name}", moved, states[rows], 0.0)
+    difference = layer.down(torch.nn.functional.silu(layer.up(both)))
+    leave_head(moved, difference, layer.post_layernorm.weight, layer.post_layernorm.eps, read)
+    expected = layer.advance(states[rows], embedded)
+    report.check(f"states that heads come to, {name}", moved, expected, LIMITS[dtype])
+    report.check(f"what the LM head reads, {name}", read, layer.read(expected), LIMITS[dtype])
+
+
+def check_head_tokens(report: Report, part: int, dtype: torch.dtype) -> None:
+    """Blind; with temperature, penalty and half the noise's power; with all of it."""
+    level, positions = 2, [0, 70_000, 5]
+    draws = [SeedNoise(torch.Generator().manual_seed(seed)) for seed in (1, 7, 2**63 + 3)]
+    powers = [0.0, 0.5, 1.0]
+    plain, positive, negative = [1.0, 1.25, 1.0], [0.9, 1.25 / 1.3, 1.0], [1.1, 1.25 * 1.3, 1.0]
+    scales = torch.tensor([plain, positive, negative, powers], device=DEVICE).T.contiguous()
+    tokens = torch.randperm(2 * part, device=DEVICE)[:part]
+    penalised = torch.randint(2, (len(draws), part), dtype=torch.uint8, device=DEVICE)
+    logits = (torch.randn(len(draws) * PATHS, part, device=DEVICE) * 3).to(dtype)
+    entries = torch.full((len(logits), ENTRY), -1, dtype=torch.int32, device=DEVICE)
+    top_tokens(
+        logits,
+        penalised,
+        scales,
+        tokens,
+        entries,
+        torch.tensor([draw.seed for draw in draws], device=DEVICE),
+        torch.tensor(positions, device=DEVICE),
+        level,
+    )
+    by_sign = torch.where(penalised[:, None].bool(), scales[:, 1:3, None], scales[:, :1, None])
+    expected = DraftVocabulary.probabilities(logits, by_sign.repeat_interleave(PATHS, 0)).double()
+    for request, (draw, position, power) in enumerate(zip(draws, positions, powers, strict=True)):
+        foresight = draw.foresight_from(position)
+        noise = torch.tensor([foresight.noise(level, token) for token in tokens.tolist()])
+        expected[request * PATHS : (request + 1) * PATHS] /= noise.double().to(DEVICE) ** power
+    expected /= expected.sum(-1, keepdim=True)
+    # Of equals the first counts.
+    order = expected.argsort(dim=-1, descending=True, stable=True)[:, :WIDTH]
+    name = f"{part} tokens {str(dtype).removeprefix('torch.')}"
+    report.check(f"a head's likeliest, {name}", entries[:, 4 : 4 + WIDTH], tokens[order], 0.0)
+    chances = entries.view(torch.float32)[:, 4 + WIDTH :]
+    report.check(f"their chances, {name}", chances, expected.gather(1, order), 1e-4)
+
+
+def check_head_paths(report: Report) -> None:
+    """Of one path that may fork, of two, and of two that nothing likely enough follows."""
+    above = torch.tensor([[1.0, 0.0], [0.6, 0.4], [0.2, 0.1]], device=DEVICE)
+    least = 0.1
+    entries = torch.full((2, above.numel(), ENTRY), -1, dtype=torch.int32, device=DEVICE)
+    offered = torch.randint(900, (above.numel(), WIDTH), dtype=torch.int32, device=DEVICE)
+    shares = torch.randn(above.numel(), WIDTH, device=DEVICE).softmax(-1).sort(descending=True)[0]
+    entries[0, :, 4 : 4 + WIDTH] = offered
+    chances = entries.view(torch.float32)
+    chances[0, :, 0], chances[0, :, 4 + WIDTH :] = above.flatten(), shares
+    tokens = torch.full((above.numel(),), -1, device=DEVICE)
+    choose_paths(entries, tokens, least)
+    products = (above.view(-1, 1) * shares).view(len(above), -1)
+    best = products.sort(descending=True, stable=True)
+    followed = (best.values[:, :PATHS] >= least).flatten()
+    first_paths = torch.arange(0, above.numel(), PATHS, device=DEVICE)[:, None]
+    places = best.indices[:, :PATHS]
+    report.check(
+        "chances of followed paths",
+        chances[1, :, 0],
+        best.values[:, :PATHS].flatten() * followed,
+        0.0,
+    )
+    for name, actual, expected in (
+        ("paths that they go on from", entries[1, :, 1], first_paths + places // WIDTH),
+        ("places that they go on from", entries[1, :, 2], places % WIDTH),
+        ("tokens that they end with", tokens, offered.view(len(above), -1).gather(1, places)),
+    ):
+        report.check(name, actual[followed], expected.flatten()[followed], 0.0)
+
+
 def time_tree_kernel(report: Report) -> None:
     for shape in (LLAMA_8B, LLAMA_MHA):
         case = TreeCase(shape, [32], [1000], torch.bfloat16)
@@ -592,7 +711,7 @@ def main() -> None:
         {"device": properties.name, "torch": torch.__version__, "triton": triton.__version__}
     )
     print(report.rows[0], flush=True)
-    parts = [check_attention, check_cache_kernels, check_scorer]
+    parts = [check_attention, check_cache_kernels, check_scorer, check_heads]
     if not arguments.check_only:
         parts += [time_tree_kernel, time_prefix, time_cache_kernels, time_scorer]
     begin = time.perf_counter()
