@@ -33,6 +33,7 @@ import argparse
 import itertools
 import json
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -471,8 +472,10 @@ def describe(llm: Any, words: Sequence[str], num_others: int) -> dict[str, Any]:
 
 def _without_folder(value: Any) -> Any:
     """A file or folder by its name: where it lay says something about one machine only."""
-    is_path = isinstance(value, Path) or (isinstance(value, str) and value.startswith("/"))
-    return Path(value).name if is_path else value
+    if isinstance(value, Path) or (isinstance(value, str) and value.startswith("/")):
+        return Path(value).name
+    # Options are JSON, and may name a folder of heads.
+    return re.sub(r'"/[^"]*/', '"', value) if isinstance(value, str) else value
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
