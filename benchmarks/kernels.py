@@ -55,6 +55,7 @@ from vllm_tokenswift.cuda.tree_attention import (
     tree_attention_reference,
     unpack_ancestors,
 )
+from vllm_tokenswift.draft.likeliest import COLUMNS, NOTHING, NUM_LIKELIEST
 from vllm_tokenswift.engine.descent import PATHS
 from vllm_tokenswift.heads.model import ConditionedHead
 from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
@@ -385,10 +386,20 @@ def check_scorer(report: Report) -> None:
     sampling["min_p"][::2] = 0.0
     sampling["eta_epsilon"][::4] = 2e-4
     sampling["eta_alpha"][::4] = 2e-4**0.5
-    same = sample_rows(**sampling) == sample_rows_reference(**sampling)
+    shape = (65, COLUMNS)
+    said, expected_said = torch.full((2, *shape), NOTHING, dtype=torch.int32, device=DEVICE)
+    same = sample_rows(**sampling, said=said) == sample_rows_reference(
+        **sampling, said=expected_said
+    )
     report.check(
         "sampled tokens, at most one of 65 differs", same.double().cpu(), torch.ones(65), 0.13
     )
+    unlikely = expected_said[:, :NUM_LIKELIEST] == NOTHING
+    chances = [
+        rows.view(torch.float32)[:, NUM_LIKELIEST:].masked_fill(unlikely, 0.0)
+        for rows in (said, expected_said)
+    ]
+    report.check("chances of the likeliest tokens", chances[0], chances[1], 1e-5)
 
 
 def check_heads(report: Report) -> None:

@@ -48,17 +48,20 @@ caching.CompileResultCacheImpl._locator_classes = [x for x in locators if "User"
 
 
 WARM = """
-from vllm_tokenswift.draft import commit, foresight, ngrams, noise, offers, suffix, trie
+import numpy as np
+from vllm_tokenswift.draft import commit, contexts, foresight, ngrams, noise, offers, suffix, trie
+from vllm_tokenswift.draft.likeliest import COLUMNS, Heard
 from vllm_tokenswift.draft.warm_up import warm_up
 from vllm_tokenswift.draft.replay import noisy_heads, replay
 from vllm_tokenswift.draft.planner import Planner
 from vllm_tokenswift.draft.cost import CostModel
 from vllm_tokenswift.draft.state import DraftState
+from vllm_tokenswift.tree import DraftTree
 
 def specialisations():
     return {
         f"{module.__name__}.{name}": len(function.signatures)
-        for module in (commit, foresight, ngrams, noise, offers, suffix, trie)
+        for module in (commit, contexts, foresight, ngrams, noise, offers, suffix, trie)
         for name, function in vars(module).items()
         if hasattr(function, "signatures")
     }
@@ -72,6 +75,9 @@ for free in (False, True):
     heads = noisy_heads(text, [[0.5, 0.2], [0.3]], free)
     replay(text, Planner(cost, 64, "MODE"), 16, self_heads=heads, state=state)
     replay(text, Planner(cost, 64, "MODE"), 16, free_heads=heads, state=state)
+said = np.ones((3, COLUMNS), np.int32)
+state.extend([5, 6], Heard(DraftTree.chain([5, 7]).truncate(1), said[:2]))
+state.draft(None, 8)
 assert specialisations() == warm, {
     name for name, number in specialisations().items() if number != warm[name]
 }

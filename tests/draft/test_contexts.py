@@ -124,8 +124,12 @@ def test_the_noise_chooses_among_followers() -> None:
     )
 
 
-def sampled_text(length: int, seed: int) -> list[int]:
-    """A second-order chain of 25 words, each sample ``argmin E / p`` of the noise at its place."""
+Chain = dict[tuple[int, int], np.ndarray]
+
+
+def sampled_chain(length: int, seed: int) -> tuple[list[int], Chain]:
+    """A second-order chain of 25 words, each sample ``argmin E / p`` of the noise at its place;
+    and its probabilities after each pair of words that it came to."""
     rng = np.random.default_rng(seed)
     of_pair: dict[tuple[int, int], np.ndarray] = defaultdict(
         lambda: rng.dirichlet(np.full(25, 0.15))
@@ -136,7 +140,11 @@ def sampled_text(length: int, seed: int) -> list[int]:
         noise = np.array([exponential(MURMUR, key, token) for token in range(25)])
         chances = np.maximum(of_pair[tokens[-2], tokens[-1]], 1e-12)
         tokens.append(int(np.argmin(noise / chances)))
-    return tokens
+    return tokens, of_pair
+
+
+def sampled_text(length: int, seed: int) -> list[int]:
+    return sampled_chain(length, seed)[0]
 
 
 def accepted_per_step(tokens: list[int], start: int, seed: int, contexts: bool) -> float:
@@ -226,11 +234,7 @@ def test_a_table_grows_while_it_hears() -> None:
 
 def test_a_text_that_was_heard_is_drafted_better_than_one_that_was_counted() -> None:
     """The chain's own probabilities are heard at the places of its tokens."""
-    tokens = sampled_text(3000, seed=11)
-    rng = np.random.default_rng(11)
-    of_pair: dict[tuple[int, int], np.ndarray] = defaultdict(
-        lambda: rng.dirichlet(np.full(25, 0.15))
-    )
+    tokens, of_pair = sampled_chain(3000, seed=11)
     table = table_of(tokens[:2])
     for i in range(2, len(tokens)):
         chances = of_pair[tokens[i - 2], tokens[i - 1]]

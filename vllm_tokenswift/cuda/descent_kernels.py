@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from vllm.v1.worker.gpu.sample.gumbel import murmur3_uniform32
 
+from vllm_tokenswift.cuda.top_entries import keep_largest, kept_of_row
 from vllm_tokenswift.engine.descent import OFFERED_TOKENS, PATHS
 
 WIDTH = OFFERED_TOKENS
@@ -133,13 +134,7 @@ def _chunk_top_kernel(
         # -log(1 - u), exact where u is small.
         noise = tl.where(uniform < 1e-3, uniform * (1.0 + 0.5 * uniform), -tl.log(1.0 - uniform))
         x = tl.where(ok, x - power * tl.log(tl.maximum(noise, 1e-12)), float("-inf"))
-    entry = path * num_chunks + chunk
-    tl.store(sums_ptr + entry, tl.sum(tl.exp(x - tl.max(x, 0)), 0))
-    for i in tl.static_range(_WIDTH):
-        best = tl.argmax(x, 0)
-        tl.store(scores_ptr + entry * _WIDTH + i, tl.max(x, 0))
-        tl.store(places_ptr + entry * _WIDTH + i, chunk * CHUNK + best)
-        x = tl.where(place == chunk * CHUNK + best, float("-inf"), x)
+    keep_largest(x, place, path * num_chunks + chunk, scores_ptr, places_ptr, sums_ptr, _WIDTH)
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
@@ -154,19 +149,9 @@ def _top_kernel(
     CHUNKS_PADDED: tl.constexpr,
 ):  # fmt: skip
     path = tl.program_id(0)
-    chunk = tl.arange(0, CHUNKS_PADDED)
-    chunk_ok = chunk < num_chunks
     first = path * num_chunks
-    maxima = tl.load(scores_ptr + (first + chunk) * _WIDTH, mask=chunk_ok, other=float("-inf"))
-    sums = tl.load(sums_ptr + first + chunk, mask=chunk_ok, other=0.0)
-    maximum = tl.max(maxima, 0)
-    total = tl.sum(sums * tl.exp(maxima - maximum), 0)
+    x, maximum, total = kept_of_row(scores_ptr, sums_ptr, first, num_chunks, _WIDTH, CHUNKS_PADDED)
     candidate = tl.arange(0, CHUNKS_PADDED * _WIDTH)
-    x = tl.load(
-        scores_ptr + first * _WIDTH + candidate,
-        mask=candidate < num_chunks * _WIDTH,
-        other=float("-inf"),
-    )
     entry = path * _ENTRY + 4
     for i in tl.static_range(_WIDTH):
         best = tl.argmax(x, 0)

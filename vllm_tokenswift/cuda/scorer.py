@@ -47,6 +47,7 @@ from vllm.v1.worker.gpu.sample.gumbel import (
 )
 from vllm.v1.worker.gpu.sample.min_p import apply_min_p
 
+from vllm_tokenswift.cuda.top_entries import keep_largest, kept_of_row
 from vllm_tokenswift.draft.likeliest import COLUMNS, LEAST_PROBABILITY, NOTHING, NUM_LIKELIEST
 from vllm_tokenswift.sampling.eta import apply_eta
 from vllm_tokenswift.sampling.likeliest import likeliest_tokens
@@ -166,9 +167,9 @@ def _chunk_samples_kernel(
     statistics_ptr,  # [num_rows, 3, num_chunks]
     scores_ptr,  # [num_rows, num_chunks]
     tokens_ptr,  # [num_rows, num_chunks]
-    likely_ptr,  # [num_rows, num_chunks, WIDTH]: logits of the likeliest
+    likely_ptr,  # [num_rows, num_chunks, WIDTH], see keep_largest
     likely_tokens_ptr,  # [num_rows, num_chunks, WIDTH]
-    sums_ptr,  # [num_rows, num_chunks], of the weights of what stays, beside the likeliest's
+    sums_ptr,  # [num_rows, num_chunks]
     row_stride,
     vocab,
     num_chunks,
@@ -204,14 +205,8 @@ def _chunk_samples_kernel(
     tl.store(scores_ptr + row * num_chunks + chunk, score)
     tl.store(tokens_ptr + row * num_chunks + chunk, chunk * CHUNK + best)
     if SAYS:
-        place = row * num_chunks + chunk
-        maximum = tl.maximum(tl.max(x, 0), -1e30)
-        tl.store(sums_ptr + place, tl.sum(tl.exp(x - maximum), 0))
-        for i in tl.static_range(_WIDTH):
-            likeliest = tl.argmax(x, 0)
-            tl.store(likely_ptr + place * _WIDTH + i, tl.max(x, 0))
-            tl.store(likely_tokens_ptr + place * _WIDTH + i, chunk * CHUNK + likeliest)
-            x = tl.where(token == chunk * CHUNK + likeliest, float("-inf"), x)
+        entry = row * num_chunks + chunk
+        keep_largest(x, token, entry, likely_ptr, likely_tokens_ptr, sums_ptr, _WIDTH)
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
@@ -237,14 +232,10 @@ def _row_samples_kernel(
     tl.store(sampled_ptr + row, tl.load(tokens_ptr + row * num_chunks + best).to(tl.int64))
     if SAYS:
         first = row * num_chunks
-        chunk_ok = chunk < num_chunks
-        maxima = tl.load(likely_ptr + (first + chunk) * _WIDTH, mask=chunk_ok, other=-1e30)
-        sums = tl.load(sums_ptr + first + chunk, mask=chunk_ok, other=0.0)
-        maximum = tl.max(maxima, 0)
-        total = tl.sum(tl.where(sums > 0.0, sums * tl.exp(maxima - maximum), 0.0), 0)
+        x, maximum, total = kept_of_row(
+            likely_ptr, sums_ptr, first, num_chunks, _WIDTH, CHUNKS_PADDED
+        )
         candidate = tl.arange(0, CHUNKS_PADDED * _WIDTH)
-        candidate_ok = candidate < num_chunks * _WIDTH
-        x = tl.load(likely_ptr + first * _WIDTH + candidate, mask=candidate_ok, other=float("-inf"))
         for i in tl.static_range(_WIDTH):
             likeliest = tl.argmax(x, 0)
             probability = tl.exp(tl.max(x, 0) - maximum) / total

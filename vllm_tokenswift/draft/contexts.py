@@ -134,9 +134,8 @@ def _add(table: Ints, pool: Weights, counts: Ints, row: int, token: int, weight:
 @inner
 def _has_room(keys: Longs, pool: Weights, counts: Ints) -> bool:
     """For what one more token adds."""
-    return 2 * (counts[_ROWS] + ORDERS) <= len(keys) and counts[
-        _POOL
-    ] + ORDERS * _MOST_ADDED <= len(pool)
+    rows_fit = 2 * (counts[_ROWS] + ORDERS) <= len(keys)
+    return rows_fit and counts[_POOL] + ORDERS * _MOST_ADDED <= len(pool)
 
 
 @inner

@@ -7,10 +7,12 @@ import numpy as np
 from vllm_tokenswift.draft.candidates import HeadCandidates
 from vllm_tokenswift.draft.cost import CostModel
 from vllm_tokenswift.draft.foresight import Foresight
+from vllm_tokenswift.draft.likeliest import COLUMNS, NOTHING, Heard
 from vllm_tokenswift.draft.noise import SPLITMIX, Keys
 from vllm_tokenswift.draft.own_tokens import OwnPath
 from vllm_tokenswift.draft.planner import DraftRequest, PlanMode, Planner
 from vllm_tokenswift.draft.state import DraftState
+from vllm_tokenswift.tree import EMPTY_TREE
 
 
 def warm_up(mode: PlanMode) -> None:
@@ -30,7 +32,8 @@ def warm_up(mode: PlanMode) -> None:
     for candidates in (None, heads):
         request = DraftRequest(state, candidates, state.num_tokens, 8, foresight=foresight)
         planner.plan([request])
-    state.extend([2])
+    state.extend([2], Heard(EMPTY_TREE, np.full((1, COLUMNS), NOTHING, np.int32)))
+    planner.plan([DraftRequest(state, None, state.num_tokens, 8, foresight=foresight)])
 
 
 def _keys(num_positions: int) -> Keys:

@@ -193,10 +193,6 @@ class Drafter:
             foresight=request.foresight,
         )
 
-    def foresight(self, req_id: str) -> Foresight | None:
-        """What drafts may see of the noise of a request's coming samples."""
-        return self.runner.scorer.foresight(req_id) if self.options.plan == "auto" else None
-
     def _wants_pass(self, planned: list[PlannedRequest], num_undrafted: int) -> list[bool]:
         if self.options.self_draft == "off":
             return [False] * len(planned)

@@ -140,5 +140,5 @@ class NextStep:
             blocks=blocks,
             hidden_row=root_row + (emitted.nodes[-1] if emitted.nodes else 0),
             max_nodes=max_nodes,
-            foresight=self.drafting.foresight(group.req_id),
+            foresight=self.runner.foresight(group.req_id),
         )

@@ -27,6 +27,7 @@ from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+from vllm_tokenswift.draft.foresight import Foresight
 from vllm_tokenswift.draft.likeliest import Heard
 from vllm_tokenswift.draft.state import DraftState
 from vllm_tokenswift.engine import step_layout
@@ -219,7 +220,7 @@ class TokenSwiftRunnerMixin(_Runner):
         table = self.draft_table()
         sampled = params.temperature > 0
         draft = DraftState(options.ngram_n, options.ngram_k, options.suffix_max_match, sampled)
-        if options.plan != "auto" or self.scorer.foresight(req_id) is None:
+        if self.foresight(req_id) is None:
             draft.contexts = None  # nobody would look at them
         draft.extend(prompt)
         draft.extend(request.output_token_ids)
@@ -235,6 +236,10 @@ class TokenSwiftRunnerMixin(_Runner):
         )
         if self.recorder is not None:
             self.recorder.start(req_id, [*prompt, *request.output_token_ids], sampled)
+
+    def foresight(self, req_id: str) -> Foresight | None:
+        """What drafts may see of the noise of a request's coming samples."""
+        return self.scorer.foresight(req_id) if self.options.plan == "auto" else None
 
     def draft_table(self) -> DraftBlockTable:
         """The draft block table of a new request."""
