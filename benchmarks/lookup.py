@@ -10,7 +10,8 @@ and the suffix index by ``emitted`` tokens, ``look-up`` in both (longest matches
 continuations, top-k n-grams), their sum, ``plan``: a whole planned iteration (learning,
 extending, offers, a tree of at most 64 nodes), and ``heads``: one of sampled text with heads.
 There planning runs twice, before it is known what heads say and after, looks at the noise of
-the coming positions, and heads offer 8 tokens below each of 5 paths.
+the coming positions, heads offer 8 tokens below each of 5 paths, and what the verify pass found
+likeliest is heard, 4 tokens at each node of the tree before.
 
 --touch-mb: memory written to before every iteration, as a model's pass on the same CPU would,
 so that nothing is found in the caches.
@@ -35,12 +36,14 @@ import numpy.typing as npt
 from vllm_tokenswift.draft.candidates import NO_ROW, HeadCandidates
 from vllm_tokenswift.draft.cost import CostModel
 from vllm_tokenswift.draft.foresight import Foresight
+from vllm_tokenswift.draft.likeliest import COLUMNS, NOTHING, NUM_LIKELIEST, Heard
 from vllm_tokenswift.draft.ngrams import NgramTable
 from vllm_tokenswift.draft.noise import MURMUR
 from vllm_tokenswift.draft.planner import DraftRequest, Planner
 from vllm_tokenswift.draft.state import DraftState
 from vllm_tokenswift.draft.suffix import SuffixIndex
 from vllm_tokenswift.draft.warm_up import warm_up
+from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
 
 LENGTHS = (1_000, 10_000, 100_000)
 NODE_BUDGET = 64
@@ -90,6 +93,16 @@ def heads_at(text: list[int], position: int) -> HeadCandidates:
     return HeadCandidates(rows, chances, free=True, below=below, foreseen=True)
 
 
+def heard_at(tree: DraftTree, tokens: list[int]) -> Heard:
+    """At each node the target's likeliest is the draft after next, and three others follow."""
+    rng = random.Random(tokens[0])
+    said = np.full((len(tree) + 1, COLUMNS), NOTHING, np.int32)
+    said[:, :4] = [[rng.randrange(49_152) for _ in range(4)] for _ in said]
+    said[: len(tree), 0] = tree.tokens
+    said[:, NUM_LIKELIEST : NUM_LIKELIEST + 4] = np.array([0.7, 0.1, 0.1, 0.1], "f4").view("i4")
+    return Heard(tree, said)
+
+
 def foresight_at(position: int) -> Foresight:
     return Foresight(MURMUR, lambda _: np.array([7, position], np.uint64))
 
@@ -101,19 +114,20 @@ class Iterations:
         self.state = DraftState(sampled=sampled)
         self.state.extend(history)
         self.planner = Planner(COST)
+        self.tree = EMPTY_TREE
 
     def plan(self, tokens: list[int]) -> None:
         self.state.extend(tokens)
         self.planner.plan([DraftRequest(self.state, None, self.state.num_tokens, NODE_BUDGET)])
 
-    def plan_with_heads(self, tokens: list[int], heads: HeadCandidates) -> None:
-        self.state.extend(tokens)
+    def plan_with_heads(self, tokens: list[int], heads: HeadCandidates, heard: Heard) -> None:
+        self.state.extend(tokens, heard)
         position = self.state.num_tokens
         request = DraftRequest(
             self.state, None, position, NODE_BUDGET, foresight=foresight_at(position)
         )
         self.planner.wants_free_heads([request])
-        self.planner.plan([replace(request, heads=heads)])
+        [self.tree] = self.planner.plan([replace(request, heads=heads)])
 
 
 def measure(
@@ -149,7 +163,8 @@ def measure(
         timed("extend", partial(extend, tokens))
         timed("lookup", partial(look_up, tokens[-1]))
         timed("plan", partial(plain.plan, tokens))
-        timed("heads", partial(with_heads.plan_with_heads, tokens, heads))
+        heard = heard_at(with_heads.tree, tokens)
+        timed("heads", partial(with_heads.plan_with_heads, tokens, heads, heard))
     both = [e + lo for e, lo in zip(times["extend"], times["lookup"], strict=True)]
     return {
         "extend_us": statistics.median(times["extend"]),

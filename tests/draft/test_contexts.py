@@ -8,7 +8,9 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
+from vllm_tokenswift.draft import contexts
 from vllm_tokenswift.draft.contexts import (
+    MOST_CONTEXTS,
     MOST_FOLLOWERS,
     NO_CONTEXTS,
     ORDERS,
@@ -107,6 +109,22 @@ def test_what_came_lately_counts_for_more() -> None:
     tokens = [0, 7] * 40 + list(range(100, 6100)) + [0, 8] * 30
     followers = mixture(table_of(tokens), [0])
     assert followers[8] > 2 * followers[7]
+
+
+def test_the_lightest_contexts_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """40,000 tokens that hardly ever come twice, three new contexts each, and a phrase between."""
+    tokens = np.random.default_rng(5).integers(10, 1 << 20, 40_000).tolist()
+    for at in range(0, 40_000, 100):
+        tokens[at : at + 4] = [0, 1, 2, 3 + at % 3]
+    bounded = table_of(tokens)
+    assert MOST_CONTEXTS // 2 <= bounded.counts[0] <= MOST_CONTEXTS
+    assert len(bounded.keys) == len(bounded.table) == 2 * MOST_CONTEXTS
+    assert len(bounded.pool) <= 8 * MOST_CONTEXTS
+    monkeypatch.setattr(contexts, "MOST_CONTEXTS", 1 << 20)
+    unbounded = table_of(tokens)
+    assert mixture(bounded, [0, 1, 2]) == mixture(unbounded, [0, 1, 2]) != {}
+    assert mixture(bounded, tokens[-5:-2]) == mixture(unbounded, tokens[-5:-2]) != {}
+    assert mixture(unbounded, tokens[150:153]) != {} == mixture(bounded, tokens[150:153])
 
 
 def test_the_noise_chooses_among_followers() -> None:

@@ -18,6 +18,9 @@ took 1.42 tokens an iteration to 1.50, and with the drafts not accepted to 1.62.
 Lists lie in a *pool* and move to a larger place when they are full, so a context that was seen
 once takes little room. A list holds the weightiest followers, the newest of equals first;
 where it may not grow, a new follower takes the place of the last or wears it down.
+
+At most ``MOST_CONTEXTS`` are kept: when there are as many, the lighter half of them is dropped,
+which are those that were heard of long ago, or only as unlikely.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ _FEWEST, _MOST = 2, 16
 MOST_FOLLOWERS = ORDERS * _MOST
 # Numbers of the pool that the lists of a context may take for one token: all its sizes.
 _MOST_ADDED = 4 * _MOST
+# Contexts of a text that are kept.
+MOST_CONTEXTS = 1 << 15
 # Tokens after which a weight is half of what it was. 1,000 to 20,000 were tried.
 _HALF_LIFE = 3000.0
 # A context of weight N with d followers that were drawn, each seen for the first time (no more than
@@ -246,6 +251,53 @@ def _enter_rows(keys: Longs, table: Ints, larger_keys: Longs, larger: Ints) -> N
                 larger[place, column] = table[row, column]
 
 
+@entry
+def _weights(keys: Longs, table: Ints, pool: Weights, counts: Ints, weights: Floats) -> None:
+    """Writes what each context weighs now, float64 ``[rows in use]``, in the table's order."""
+    number = 0
+    for row in range(len(keys)):
+        if keys[row] != 0:
+            first, total = table[row, _PLACE], 0.0
+            for at in range(first, first + 2 * table[row, _LISTED], 2):
+                total += pool[at + 1]
+            weights[number] = total * _faded(counts[_LENGTH], table[row, _WHEN])
+            number += 1
+
+
+@entry
+def _enter_weightier(
+    keys: Longs,
+    table: Ints,
+    pool: Weights,
+    weights: Floats,
+    limit: float,
+    kept_keys: Longs,
+    kept: Ints,
+    kept_pool: Weights,
+    counts: Ints,
+) -> None:
+    """Enters the contexts that weigh more than ``limit`` into an empty table and pool.
+
+    weights: see :func:`_weights`.
+    """
+    number = counts[_ROWS] = counts[_POOL] = 0
+    for row in range(len(keys)):
+        if keys[row] == 0:
+            continue
+        number += 1
+        if weights[number - 1] <= limit:
+            continue
+        place = _row(kept_keys, keys[row])
+        kept_keys[place] = keys[row]
+        for column in range(_COLUMNS):
+            kept[place, column] = table[row, column]
+        kept[place, _PLACE] = counts[_POOL]
+        for index in range(2 * table[row, _LISTED]):
+            kept_pool[counts[_POOL] + index] = pool[table[row, _PLACE] + index]
+        counts[_POOL] += 2 * table[row, _ROOM]
+        counts[_ROWS] += 1
+
+
 @inner
 def mix_followers(
     keys: Longs,
@@ -375,8 +427,11 @@ class ContextTable:
         _pass_on(self.recent, self.counts, tokens)
 
     def _grow(self) -> None:
-        """Doubles what is full, or nearly."""
+        """Doubles what is full, or nearly, or drops contexts where there are enough."""
         num_rows, in_pool, _ = self.counts.tolist()
+        if num_rows + ORDERS > MOST_CONTEXTS:
+            self._drop_lighter()
+            return
         if 2 * (num_rows + ORDERS) > len(self.keys):
             keys = np.zeros(2 * len(self.keys), np.int64)
             table = np.zeros((len(keys), _COLUMNS), np.int32)
@@ -384,6 +439,16 @@ class ContextTable:
             self.keys, self.table = keys, table
         if in_pool + ORDERS * _MOST_ADDED > len(self.pool):
             self.pool = np.concatenate((self.pool, np.zeros_like(self.pool)))
+
+    def _drop_lighter(self) -> None:
+        weights = np.empty(self.counts[_ROWS])
+        _weights(self.keys, self.table, self.pool, self.counts, weights)
+        median = float(np.partition(weights, len(weights) // 2)[len(weights) // 2])
+        keys, table, pool = map(np.zeros_like, (self.keys, self.table, self.pool))
+        _enter_weightier(
+            self.keys, self.table, self.pool, weights, median, keys, table, pool, self.counts
+        )
+        self.keys, self.table, self.pool = keys, table, pool
 
 
 NO_CONTEXTS: ContextArrays = (
