@@ -1,10 +1,14 @@
 """The scorer on CUDA against the general one, where nothing is left to chance, and its noise."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 
+from vllm_tokenswift.cuda import penalty, tree_scorer
+from vllm_tokenswift.cuda import scorer as scorer_kernels
 from vllm_tokenswift.cuda.scored_rows import path_tokens
 from vllm_tokenswift.cuda.seed_noise import SeedNoise
 from vllm_tokenswift.cuda.tree_scorer import CUDATreeScorer
@@ -196,6 +200,63 @@ def test_warming_up_leaves_no_request_behind(device: torch.device) -> None:
     with pytest.raises(KeyError):
         fast.states(["tokenswift warm-up"])
     assert not logits.any()  # the caller's logits are left unchanged
+
+
+PENALISED = SamplingParams(min_p=0.1, seed=3, extra_args=WINDOW)
+
+
+def test_whatever_the_number_of_rows_kernels_find_their_arrays_at_multiples_of_16_bytes(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton compiles a kernel anew for every other pattern of such addresses."""
+    scorer, _ = scorers(device)
+    add(scorer, "a", PENALISED)
+    seen = []
+
+    def recorded(name: str) -> None:
+        original = getattr(tree_scorer, name)
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            tensors = [arg for arg in (*args, *kwargs.values()) if torch.is_tensor(arg)]
+            seen.append([tensor.data_ptr() % 16 for tensor in tensors])
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(tree_scorer, name, record)
+
+    recorded("sample_rows")
+    recorded("penalise_windows")
+    for num_drafts in range(9):
+        logits = torch.zeros(1 + num_drafts, VOCAB, device=device)
+        group = RowGroup("a", DraftTree.chain(range(num_drafts)), hears=True)
+        scorer.score(logits, [group])
+        scorer.constrain(logits, ["a"] * len(logits))
+    assert len(seen) == 3 * 9
+    assert not any(map(any, seen))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter compiles nothing")
+def test_after_warming_up_no_number_of_rows_compiles_anything(device: torch.device) -> None:
+    kernels = [
+        kernel
+        for module in (scorer_kernels, penalty)
+        for kernel in vars(module).values()
+        if hasattr(kernel, "device_caches")
+    ]
+
+    def num_compiled() -> list[int]:
+        return [len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values()]
+
+    scorer, _ = scorers(device)
+    scorer.warm_up(torch.zeros(2, VOCAB, device=device))
+    warm = num_compiled()
+    assert sum(warm) > 4
+    add(scorer, "a", PENALISED)
+    add(scorer, "b", SamplingParams(seed=3))
+    for num_drafts in range(33):
+        for req_id in "ab":
+            group = RowGroup(req_id, DraftTree.chain(range(num_drafts)), hears=True)
+            scorer.score(torch.zeros(1 + num_drafts, VOCAB, device=device), [group])
+    assert num_compiled() == warm
 
 
 def test_a_seeded_request_samples_by_the_noise_that_drafts_are_told_of(

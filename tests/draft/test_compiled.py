@@ -78,6 +78,8 @@ for free in (False, True):
 said = np.ones((3, COLUMNS), np.int32)
 state.extend([5, 6], Heard(DraftTree.chain([5, 7]).truncate(1), said[:2]))
 state.draft(None, 8)
+state.extend(range(2000, 14000))  # more contexts than are kept
+state.draft(None, 8)
 assert specialisations() == warm, {
     name for name, number in specialisations().items() if number != warm[name]
 }

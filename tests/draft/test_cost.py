@@ -1,5 +1,7 @@
 """The cost model: interpolation, extrapolation, agreement through JSON."""
 
+from dataclasses import replace
+
 import pytest
 
 from vllm_tokenswift.draft.cost import CostModel
@@ -91,9 +93,13 @@ def test_what_drafting_costs_the_host_counts_in_steps_with_drafts_and_in_draft_p
     cost = CostModel(((1, 5.0), (9, 6.0)), draft_points=((0, 4.0),), drafting_ms=1.5)
     assert cost.tree_ms(0, 0, 100) == 5.0
     assert cost.tree_ms(8, 0, 100) == 7.5
-    assert cost.step_curve_ms(1, 8).tolist()[::8] == [5.0, 7.5]
-    assert cost.step_curve_ms(1, 8, times_drafting=4.0)[8] == 12.0
+    assert cost.step_curve_ms(1, 8, cost.drafting_ms).tolist()[::8] == [5.0, 7.5]
+    assert cost.step_curve_ms(1, 8).tolist()[::8] == [5.0, 6.0]
     assert cost.draft_pass_ms(10) == 5.5
+    cost = replace(cost, drafting_request_ms=0.5)
+    assert cost.host_drafting_ms(1) == 1.5
+    assert cost.host_drafting_ms(4) == 3.0
+    assert cost.draft_pass_ms(10, 4) == 4.0 + cost.rows_ms(1, 3) + 3.0
     assert CostModel.from_json(cost.to_json()) == cost
     with pytest.raises(ValueError, match="drafting_ms must be at least 0, got -1"):
         CostModel(((1, 5.0),), drafting_ms=-1)

@@ -357,6 +357,37 @@ def test_a_loop_is_drafted_for_however_slow_the_host_is() -> None:
     assert len(planner.plan([request])[0]) == 16
 
 
+def test_each_further_request_must_be_worth_its_own_time_of_the_host() -> None:
+    """Texts that are drafted for alone, and three at a time where only the first one costs."""
+    text = [token for i in range(300) for token in (7, 8, 1000 + 3 * i + i % 3)]
+    gain = Planner(GPU).plan_once([DraftRequest(state_after(text[:-1]), None, 900, 16)], 0)
+    dear = 0.8 * (gain.expected[0] - 1.0) * GPU.verify_ms(1)
+    trees = {}
+    for further in (0.0, dear):
+        planner = Planner(replace(waiting(0.1 * dear), drafting_request_ms=further))
+        requests = [DraftRequest(state_after(text[:-1]), None, 900, 16) for _ in range(3)]
+        trees[further] = [len(tree) for tree in planner.plan(requests)]
+        assert len(planner.plan(requests[:1])[0]) > 0
+    assert all(trees[0.0])
+    assert not any(trees[dear])
+
+
+def test_looks_at_many_requests_leave_the_host_time_for_their_steps() -> None:
+    """A look may take a quarter of a step: one that takes half of it comes every other step."""
+    step_ms = GPU.verify_ms(4)
+    for share, expected in ((0.25, 0), (0.5, 1), (1.1, 4)):
+        planner = Planner(replace(GPU, drafting_request_ms=share * step_ms / 3))
+        states = [state_after(varied(100)) for _ in range(4)]
+        looks = []
+        for _ in range(20):
+            looks.append(not planner.rests_meanwhile(states, 4))
+            if looks[-1]:
+                requests = [DraftRequest(state, None, 100, 16) for state in states]
+                planner.would_draft(requests, 0, self_draft=False, free_heads=False)
+        assert looks == ([False] * expected + [True]) * (20 // (expected + 1))
+    assert not Planner(GPU, mode="fixed").rests_meanwhile(states, 4)
+
+
 def test_to_begin_takes_more_than_to_go_on() -> None:
     """The same state of a text: once drafting, drafts are made that nobody would begin with."""
     text = loop(400)

@@ -28,7 +28,7 @@ def launches_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def runs_ahead(launches_ahead: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here a launch takes as long as its pass: counted as host time it would forbid drafting."""
-    monkeypatch.setattr(runner_module, "drafting_ms", lambda *_: 0.0)
+    monkeypatch.setattr(runner_module, "drafting_ms", lambda *_: (0.0, 0.0))
 
 
 def params_of(max_tokens: int, seed: int) -> SamplingParams:
@@ -203,7 +203,9 @@ def test_the_host_s_time_is_measured_at_start_and_leaves_nothing_behind(
     plain = plain_texts(tiny_model, PROMPTS[:1], [params])
     with engine(tiny_model, **tokenswift()) as llm:
         runner = runner_of(llm)
-        assert runner.drafting.planner.cost.drafting_ms > 0
+        cost = runner.drafting.planner.cost
+        assert cost.drafting_ms > 0
+        assert cost.host_drafting_ms(3) > cost.drafting_ms
         assert runner.stats == Stats()
         assert not runner.requests
         assert not runner.request_states

@@ -69,7 +69,8 @@ class CUDATreeScorer(TreeScorer):
     def constrain(self, logits: torch.Tensor, req_ids: Sequence[str]) -> torch.Tensor:
         states = [self._states[req_id] for req_id in req_ids]
         rows = ScoredRows.of(states, [EMPTY_TREE] * len(states))
-        parameters, *window = self._draft_staging.to_device(rows.parameters, *rows.window)
+        arrays = self._draft_staging.to_device(*rows.parameters, *rows.window)
+        parameters, window = arrays[: len(Parameter)], arrays[len(Parameter) :]
         shaped = logits.to(torch.float32, copy=True)
         shaped = self._shape_general(
             shaped,
@@ -142,9 +143,12 @@ class CUDATreeScorer(TreeScorer):
         """The tokens of all logits rows, int64 ``[rows]``; said: see :func:`sample_rows`."""
         trees = [group.tree for group in walk.groups]
         rows = ScoredRows.of(walk.states, trees, all_general=walk.processed is not None)
-        seeds, positions, parameters, *window = self._row_staging.to_device(
-            rows.seeds, rows.positions, rows.parameters, *rows.window
+        # Each parameter is an array of its own: rows of one array begin at any multiple of 4
+        # bytes, and Triton compiles a kernel for every pattern of addresses that 16 divides.
+        seeds, positions, *arrays = self._row_staging.to_device(
+            rows.seeds, rows.positions, *rows.parameters, *rows.window
         )
+        parameters, window = arrays[: len(Parameter)], arrays[len(Parameter) :]
         logits = walk.logits
         if window or rows.general.any():
             logits = self._shape_general(

@@ -430,7 +430,7 @@ class ContextTable:
         """Doubles what is full, or nearly, or drops contexts where there are enough."""
         num_rows, in_pool, _ = self.counts.tolist()
         if num_rows + ORDERS > MOST_CONTEXTS:
-            self._drop_lighter()
+            self.drop_lighter()
             return
         if 2 * (num_rows + ORDERS) > len(self.keys):
             keys = np.zeros(2 * len(self.keys), np.int64)
@@ -440,7 +440,8 @@ class ContextTable:
         if in_pool + ORDERS * _MOST_ADDED > len(self.pool):
             self.pool = np.concatenate((self.pool, np.zeros_like(self.pool)))
 
-    def _drop_lighter(self) -> None:
+    def drop_lighter(self) -> None:
+        """Drops the contexts that weigh no more than the middle one of them."""
         weights = np.empty(self.counts[_ROWS])
         _weights(self.keys, self.table, self.pool, self.counts, weights)
         median = float(np.partition(weights, len(weights) // 2)[len(weights) // 2])

@@ -36,8 +36,9 @@ class CostModel:
     and heads_request_ms: each further request (0 where all share it).
     host_bound_ms: the least that a pass takes which is not one CUDA graph, because the host
         launches its attention; 0 where there are no such graphs.
-    drafting_ms: what drafting from the text costs the host while the device waits
-        (``engine/host_time.py``); 0 where a step without drafts waits as long.
+    drafting_ms: what drafting from the text for one request costs the host while the device
+        waits (``engine/host_time.py``), and drafting_request_ms: for each further one; 0 where a
+        step without drafts waits as long.
 
     Raises ValueError for values that no machine has.
     """
@@ -52,6 +53,7 @@ class CostModel:
     heads_request_ms: float = 0.0
     host_bound_ms: float = 0.0
     drafting_ms: float = 0.0
+    drafting_request_ms: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.verify_points:
@@ -70,6 +72,7 @@ class CostModel:
             "heads_request_ms",
             "host_bound_ms",
             "drafting_ms",
+            "drafting_request_ms",
         ):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
@@ -93,13 +96,17 @@ class CostModel:
         return self.verify_ms(1 + num_nodes, context_len) + chains_ms + host_ms
 
     def step_curve_ms(
-        self, num_plain: int, most_nodes: int, times_drafting: float = 1.0
+        self, num_plain: int, most_nodes: int, drafting_ms: float = 0.0
     ) -> npt.NDArray[np.float64]:
         """float64 ``[most_nodes + 1]``: a step of ``num_plain`` query tokens and, by number,
-        draft nodes; without context. times_drafting: how often ``drafting_ms`` counts."""
+        draft nodes; without context. drafting_ms: of the host, for any nodes at all."""
         curve = self.verify_curve_ms(num_plain, num_plain + most_nodes)
-        curve[1:] += times_drafting * self.drafting_ms
+        curve[1:] += drafting_ms
         return curve
+
+    def host_drafting_ms(self, num_requests: int) -> float:
+        """What it costs the host to draft from the texts of so many requests, one at least."""
+        return self.drafting_ms + self.drafting_request_ms * (num_requests - 1)
 
     def context_ms(self, context_tokens: int) -> float:
         """What reading ``context_tokens`` of prefix adds to a pass."""
@@ -130,7 +137,8 @@ class CostModel:
         if not self.draft_points:
             raise ValueError("draft_points is empty: no draft pass was measured")
         more_rows = self.rows_ms(1, num_requests - 1)
-        return _interpolate(self.draft_points, kv_tokens) + more_rows + self.drafting_ms
+        host_ms = self.host_drafting_ms(num_requests)
+        return _interpolate(self.draft_points, kv_tokens) + more_rows + host_ms
 
     def rows_ms(self, num_tokens: int, more: float) -> float:
         """What ``more`` rows (on average) add to a pass over ``num_tokens``, at least nothing:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import log
+from math import ceil, log
 from typing import Literal, get_args
 
 import numpy as np
@@ -44,6 +44,9 @@ _MIN_IMPROVEMENT = 1.05
 # tokens at an 8B model's costs 1, 2 and 4 times came to .98, .985 and .997 of plain decoding's
 # speed where the text hardly repeats itself, and to 1.92, 1.92 and 1.91 where it does.
 _TIMES_TO_BEGIN = 4.0
+# Share of a step that a look may take of the host while the device works on the step: vLLM's own
+# code needs the rest.
+_LOOK_SHARE = 0.25
 # Share of the time that may go into self-draft passes which only ask whether they pay again.
 _PROBE_SHARE = 0.01
 # Curves kept by (tokens, nodes) of a step; a batch of changing size needs a few hundred.
@@ -114,7 +117,7 @@ class Planner:
         self.cost = cost
         self.budget = budget
         self.mode = mode
-        self._curves: dict[tuple[int, int, bool], tuple[Floats, Floats]] = {}
+        self._curves: dict[tuple[int, int, float], tuple[Floats, Floats]] = {}
         self._planned: StepPlan | None = None
         self.decisions: dict[str, int] = dict.fromkeys(
             (
@@ -157,10 +160,26 @@ class Planner:
         """
         if self.mode != "auto" or not rests([state.rest for state in states]):
             return False
+        self._skip(states)
+        return True
+
+    def rests_meanwhile(self, states: Sequence[DraftState], num_tokens: int) -> bool:
+        """The same where the step is under way, and a look keeps the host from the next one.
+
+        Where many requests are looked at that takes longer than the step itself: there is a look
+        every so many steps. num_tokens: of the batch.
+        """
+        look_ms = self.cost.host_drafting_ms(len(states))
+        skipped = ceil(look_ms / (_LOOK_SHARE * self.cost.verify_ms(num_tokens))) - 1
+        if self.mode != "auto" or not all(state.rest.may_skip(skipped) for state in states):
+            return False
+        self._skip(states)
+        return True
+
+    def _skip(self, states: Sequence[DraftState]) -> None:
         for state in states:
             state.rest.skipped()
         self.decisions["rested"] += len(states)
-        return True
 
     def _plan_fixed(self, request: DraftRequest) -> DraftTree:
         if request.limit <= 0:
@@ -178,7 +197,9 @@ class Planner:
         limits = [max(request.limit, 0) for request in requests]
         states = [request.state for request in requests]
         num_plain = len(requests) + num_other_tokens
-        curve_ms, cheapest_ms = self._curve(num_plain, sum(limits), begins)
+        curve_ms, cheapest_ms = self._curve(
+            num_plain, sum(limits), self._host_ms(len(requests), begins)
+        )
         context_tokens = sum(request.context_len for request in requests)
         spent_ms = self._spent_ms(requests)
         fixed_ms = float(self.cost.context_ms(context_tokens) + spent_ms)
@@ -222,13 +243,17 @@ class Planner:
             return [0] * len(requests), [1.0] * len(requests), undrafted_ms, plain_ms
         return counts, tokens, step_ms, plain_ms
 
-    def _curve(self, num_plain: int, most_nodes: int, begins: bool) -> tuple[Floats, Floats]:
+    def _host_ms(self, num_requests: int, begins: bool) -> float:
+        """The host's time that counts against drafts; begins: see :class:`StepPlan`."""
+        return (_TIMES_TO_BEGIN if begins else 1.0) * self.cost.host_drafting_ms(num_requests)
+
+    def _curve(self, num_plain: int, most_nodes: int, drafting_ms: float) -> tuple[Floats, Floats]:
         """By number of nodes: the step's ms, and the least that any further node adds."""
-        key = (num_plain, most_nodes, begins)
+        key = (num_plain, most_nodes, drafting_ms)
         if key not in self._curves:
             if len(self._curves) >= _MAX_CURVES:
                 self._curves.clear()
-            curve = self.cost.step_curve_ms(num_plain, most_nodes, _times_drafting(begins))
+            curve = self.cost.step_curve_ms(num_plain, most_nodes, drafting_ms)
             steps = np.diff(curve, append=np.inf)
             cheapest = np.minimum.accumulate(steps[::-1])[::-1]
             self._curves[key] = (curve, cheapest.copy())
@@ -323,6 +348,8 @@ class Planner:
         if free_heads:
             asks += self.wants_free_heads(requests, num_other_tokens, may=False)
         self._planned = None
+        for request in requests:
+            request.state.rest.looked_meanwhile()
         self.decisions["plain"] += len(requests)
         return any(asks)
 
@@ -353,7 +380,7 @@ class Planner:
         wanted = [False] * len(requests)
         num_eligible = sum(eligible)
         nodes = sum(g.nodes for g, ok in zip(gains, eligible, strict=True) if ok) / num_eligible
-        drafting_ms = _times_drafting(planned.begins) * self.cost.drafting_ms
+        drafting_ms = self._host_ms(len(requests), planned.begins)
         host_ms = 0.0 if any(planned.counts) else drafting_ms
 
         def extra_ms(count: int) -> float:
@@ -402,8 +429,3 @@ class Planner:
             planned = StepPlan(tuple(requests), num_other_tokens, begins, *plan)
             self._planned = planned
         return planned
-
-
-def _times_drafting(begins: bool) -> float:
-    """How often the host's time for drafts counts; begins: see :class:`StepPlan`."""
-    return _TIMES_TO_BEGIN if begins else 1.0

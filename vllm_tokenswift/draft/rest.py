@@ -6,6 +6,9 @@ processor's caches: on a CPU a look takes as long for four requests as for sixte
 one, less those that plain decoding would have written in the time that look and drafts took.
 While that is below nothing, only one step in four is looked at; the others go by as if nobody
 speculated.
+
+On a GPU no step without drafts waits for a look, but looks take the host, which has the next
+step to make: there the planner says how many may go by (:meth:`Planner.rests_meanwhile`).
 """
 
 from __future__ import annotations
@@ -36,14 +39,17 @@ class Rest:
         self._skipped = 0
         self._lost: float | None = None
 
-    @property
-    def may_skip(self) -> bool:
-        """Whether the last look is not long ago."""
-        return self._skipped < _SKIPPED_IN_A_ROW
+    def may_skip(self, in_a_row: int = _SKIPPED_IN_A_ROW) -> bool:
+        """Whether fewer steps than that went by since the last look."""
+        return self._skipped < in_a_row
 
     def skipped(self) -> None:
         """A step went by without a look."""
         self._skipped += 1
+
+    def looked_meanwhile(self) -> None:
+        """Somebody looked while the step was under way, which took no time from it."""
+        self._skipped = 0
 
     def looked(self, plain_ms: float, more_ms: float) -> None:
         """A step's drafts were planned; :meth:`observe` tells what it emitted.
@@ -63,4 +69,4 @@ class Rest:
 
 def rests(requests: Sequence[Rest]) -> bool:
     """Whether a batch's next step may go by without a look."""
-    return sum(r.gain.mean for r in requests) < 0 and all(r.may_skip for r in requests)
+    return sum(r.gain.mean for r in requests) < 0 and all(r.may_skip() for r in requests)

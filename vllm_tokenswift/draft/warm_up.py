@@ -34,6 +34,8 @@ def warm_up(mode: PlanMode) -> None:
         planner.plan([request])
     state.extend([2], Heard(EMPTY_TREE, np.full((1, COLUMNS), NOTHING, np.int32)))
     planner.plan([DraftRequest(state, None, state.num_tokens, 8, foresight=foresight)])
+    assert state.contexts is not None
+    state.contexts.drop_lighter()
 
 
 def _keys(num_positions: int) -> Keys:

@@ -50,10 +50,15 @@ class DraftRequest:
 class Drafter:
     """Drafts for the requests of a batch; owns the planner and the draft pass.
 
-    host_ms: measures, for the cost model, how long the device waits for drafts of the text.
+    host_ms: measures, for the cost model, how long the device waits for drafts of the text: of
+        one request, and for each further one.
     """
 
-    def __init__(self, runner: TokenSwiftRunnerMixin, host_ms: Callable[[Drafter], float]) -> None:
+    def __init__(
+        self,
+        runner: TokenSwiftRunnerMixin,
+        host_ms: Callable[[Drafter], tuple[float, float]],
+    ) -> None:
         self.runner = runner
         self.options = runner.options
         self.heads = runner.drafter.heads
@@ -71,10 +76,13 @@ class Drafter:
         self._asked: list[HeadRequest] = []
 
         def completed(cost: CostModel) -> CostModel:
-            if runner.device.type == "cpu":  # rows do not share the time to read the weights
-                cost = replace(cost, heads_request_ms=cost.heads_ms)
             self.planner = Planner(cost, self.options.budget_tokens)
-            return replace(cost, drafting_ms=host_ms(self))
+            first_ms, further_ms = host_ms(self)
+            cost = replace(cost, drafting_ms=first_ms, drafting_request_ms=further_ms)
+            if runner.device.type == "cpu":  # rows do not share the time to read the weights
+                return replace(cost, heads_request_ms=cost.heads_ms)
+            # The device's work is shared; the host reads what they say, and plans once more.
+            return replace(cost, heads_request_ms=further_ms)
 
         mode = cast(PlanMode, self.options.plan)
         warm_up(mode)
@@ -103,13 +111,17 @@ class Drafter:
             rows = self._rows_of([requests[i] for i in likely], hidden_states)
             self.head_drafts.launch_free([self._asked[i] for i in likely], rows)
 
-    def rests(self, states: Sequence[RequestState]) -> bool:
+    def rests(self, states: Sequence[RequestState], num_requests: int, is_launched: bool) -> bool:
         """Whether a step goes by without :meth:`begin` and :meth:`draft` for these requests.
 
-        Where passes are launched ahead no step waits for a look.
+        num_requests: of the batch. is_launched: the step's pass runs already, without drafts.
         """
-        may_rest = not self.runner.launches_ahead and self.options.self_draft != "always"
-        return may_rest and self.planner.rest([state.draft for state in states])
+        drafts = [state.draft for state in states]
+        if self.options.self_draft == "always":
+            return False
+        if is_launched:
+            return self.planner.rests_meanwhile(drafts, num_requests)
+        return not self.runner.launches_ahead and self.planner.rest(drafts)
 
     def would_draft(self, requests: Sequence[DraftRequest], num_undrafted: int) -> bool:
         """Whether any of these would be drafted for now; their next pass runs, without drafts.

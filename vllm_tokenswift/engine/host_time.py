@@ -2,20 +2,23 @@
 
 The device waits for that long in every step with drafts; steps without them are launched
 before the last one's samples are read (``next_step.py``). Hosts differ by more than two times,
-so it is measured, once, with the engine's own parts: a request that is not there loops, and
-what a step does after sampling is done for it over the empty cache.
+so it is measured, once, with the engine's own parts: requests that are not there loop, and
+what a step does after sampling is done for them over the empty cache, for one and for several.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
+from vllm_tokenswift.draft.likeliest import COLUMNS, NOTHING, NUM_LIKELIEST
 from vllm_tokenswift.engine.next_step import NextStep
 from vllm_tokenswift.metrics import Stats
 from vllm_tokenswift.sampling.walk import Accepted, RowGroup
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
 
 _REQ_ID = "tokenswift host time"
+_MANY = 8  # requests of the second trial
 _PERIOD = 40
 _PROMPT_TOKENS = 4 * _PERIOD
 _ACCEPTED = 3  # tokens of a step
@@ -36,58 +40,85 @@ _COLD = 1.7
 
 
 @torch.inference_mode()
-def drafting_ms(runner: TokenSwiftRunnerMixin, drafting: Drafter) -> float:
-    """Milliseconds from samples to launch; 0 where passes are not launched ahead of their step,
-    or model and cache are too small for a trial.
+def drafting_ms(runner: TokenSwiftRunnerMixin, drafting: Drafter) -> tuple[float, float]:
+    """Milliseconds from samples to launch: of one request, and what each further one adds.
 
-    To be called with no request about.
+    0 where passes are not launched ahead of their step, or model and cache are too small for a
+    trial. To be called with no request about.
     """
     block_size = runner.tree_attention.block_size
     num_tokens = _PROMPT_TOKENS + _ACCEPTED * (_WARM_UP + _STEPS) + 1 + runner.num_spec_tokens
     num_blocks = -(-num_tokens // block_size)
-    if (
-        not runner.launches_ahead
-        or num_tokens > runner.max_model_len
-        or num_blocks >= runner.kv_cache_config.num_blocks
-    ):
-        return 0.0
+    # Block 0 is vLLM's null block.
+    room = (runner.kv_cache_config.num_blocks - 1) // num_blocks
+    if not runner.launches_ahead or num_tokens > runner.max_model_len or room < 1:
+        return 0.0, 0.0
+    first_ms = _trial_ms(runner, drafting, 1, num_tokens, num_blocks)
+    many = min(_MANY, room, runner.max_num_reqs)
+    if many == 1:
+        return first_ms, 0.0
+    many_ms = _trial_ms(runner, drafting, many, num_tokens, num_blocks)
+    return first_ms, max(0.0, many_ms - first_ms) / (many - 1)
+
+
+def _trial_ms(
+    runner: TokenSwiftRunnerMixin,
+    drafting: Drafter,
+    num_requests: int,
+    num_tokens: int,
+    num_blocks: int,
+) -> float:
+    """num_tokens, num_blocks: of each request."""
     period = min(_PERIOD, runner.model_config.get_vocab_size())
     text = [i % period for i in range(num_tokens)]
-    request = CachedRequestState(
-        req_id=_REQ_ID,
-        prompt_token_ids=text[:_PROMPT_TOKENS],
-        mm_features=[],
-        sampling_params=SamplingParams(temperature=0.0, max_tokens=num_tokens),
-        generator=None,
-        block_ids=(list(range(1, num_blocks + 1)),),  # block 0 is vLLM's null block
-        num_computed_tokens=_PROMPT_TOKENS,
-        output_token_ids=[],
-    )
-    runner.requests[_REQ_ID] = request
-    runner.input_batch.add_request(request)
+    req_ids = [f"{_REQ_ID} {number}" for number in range(num_requests)]
+    first_block = 1
+    for req_id in req_ids:
+        runner.requests[req_id] = request = CachedRequestState(
+            req_id=req_id,
+            prompt_token_ids=text[:_PROMPT_TOKENS],
+            mm_features=[],
+            sampling_params=SamplingParams(temperature=1.0, max_tokens=num_tokens),
+            generator=torch.Generator(runner.device).manual_seed(0),
+            block_ids=(list(range(first_block, first_block + num_blocks)),),
+            num_computed_tokens=_PROMPT_TOKENS,
+            output_token_ids=[],
+        )
+        first_block += num_blocks
+        runner.input_batch.add_request(request)
+        runner.start_request(req_id)
     runner.input_batch.refresh_metadata()
-    runner.start_request(_REQ_ID)
+    # Where a step's states lie is told by the batch that was launched last.
+    runner.query_start_loc.np[: num_requests + 1] = np.arange(num_requests + 1)
     next_step = NextStep(runner, drafting)
     try:
         times = [
-            _step_ms(runner, next_step, text[at : at + _ACCEPTED])
+            _step_ms(runner, next_step, req_ids, text[at : at + _ACCEPTED])
             for at in range(
                 _PROMPT_TOKENS, _PROMPT_TOKENS + _ACCEPTED * (_WARM_UP + _STEPS), _ACCEPTED
             )
         ]
     finally:
-        runner.forget_request(_REQ_ID)
-        runner.input_batch.remove_request(_REQ_ID)
+        for req_id in req_ids:
+            runner.forget_request(req_id)
+            runner.input_batch.remove_request(req_id)
+            del runner.requests[req_id]
         runner.input_batch.condense()
         runner.input_batch.refresh_metadata()
-        del runner.requests[_REQ_ID]
         runner.stats = Stats()
     return _COLD * median(times[_WARM_UP:])
 
 
-def _step_ms(runner: TokenSwiftRunnerMixin, next_step: NextStep, tokens: list[int]) -> float:
-    groups, accepted = [RowGroup(_REQ_ID, EMPTY_TREE)], [Accepted([], tokens)]
-    shape = (1, runner.model_config.get_hidden_size())
+def _step_ms(
+    runner: TokenSwiftRunnerMixin, next_step: NextStep, req_ids: Sequence[str], tokens: list[int]
+) -> float:
+    groups = [RowGroup(req_id, EMPTY_TREE) for req_id in req_ids]
+    said = np.full((1, COLUMNS), NOTHING, np.int32)
+    said[0, 0], said[0, NUM_LIKELIEST] = tokens[0], np.float32(1.0).view(np.int32)
+    heard = [said if runner.request_states[req_id].hears else None for req_id in req_ids]
+    accepted = [Accepted([], tokens, of_request) for of_request in heard]
+    num_rows = len(req_ids) * (1 + runner.num_spec_tokens)
+    shape = (num_rows, runner.model_config.get_hidden_size())
     states = torch.zeros(shape, dtype=runner.model_config.dtype, device=runner.device)
     torch.accelerator.synchronize()
     start = time.perf_counter()

@@ -4,8 +4,9 @@ Two ways. Ordinarily the host reads what was accepted, drafts, and launches the 
 verifies the drafts. Once nothing was worth drafting, it does not wait: the next pass, without
 drafts, takes the sampled tokens where they lie on the device and is launched before
 the host has read them, as plain vLLM's asynchronous scheduling does; the host then only looks
-whether drafting would pay again, for the step after that one. Where passes are not launched
-ahead every look takes time from the step, and most steps then go by without one (``rest.py``).
+whether drafting would pay again, for the step after that one. A look takes time, from the step
+where passes are not launched ahead, else from the host; many steps then go by without one
+(``rest.py``).
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class NextStep:
         rows, hidden]``, in the form that the heads read.
         """
         rows = self._may_draft(groups, accepted)
-        rests = bool(rows) and self.drafting.rests([state for _, state, _ in rows])
+        states = [state for _, state, _ in rows]
+        rests = bool(rows) and self.drafting.rests(states, len(groups), self._is_launched)
         self.rested = [groups[row].req_id for row, _, _ in rows] if rests else []
         if rests:
             return
@@ -83,12 +85,12 @@ class NextStep:
     def draft(self) -> dict[str, DraftTree]:
         """The trees of the next step, by request; a request without drafts may be absent."""
         runner, requests = self.runner, self._requests
+        is_launched, self._is_launched = self._is_launched, False
         if self.rested:
             if runner.recorder is not None:
                 runner.recorder.rested(self.rested)
             return {}
         num_others = len(self._accepted) - len(requests)
-        is_launched, self._is_launched = self._is_launched, False
         if is_launched:
             self._expects_drafts = self.drafting.would_draft(requests, num_others)
             trees = [EMPTY_TREE] * len(requests)
