@@ -53,7 +53,7 @@ from vllm_tokenswift.draft import commit, contexts, foresight, ngrams, noise, of
 from vllm_tokenswift.draft.likeliest import COLUMNS, Heard
 from vllm_tokenswift.draft.warm_up import warm_up
 from vllm_tokenswift.draft.replay import noisy_heads, replay
-from vllm_tokenswift.draft.planner import Planner
+from vllm_tokenswift.draft.planner import DraftRequest, Planner
 from vllm_tokenswift.draft.cost import CostModel
 from vllm_tokenswift.draft.state import DraftState
 from vllm_tokenswift.tree import DraftTree
@@ -78,6 +78,8 @@ for free in (False, True):
 said = np.ones((3, COLUMNS), np.int32)
 state.extend([5, 6], Heard(DraftTree.chain([5, 7]).truncate(1), said[:2]))
 state.draft(None, 8)
+request = DraftRequest(state, None, state.num_tokens, 8)
+Planner(cost, 64, "MODE", lambda _: [(4, 8)]).plan([request, request])
 state.extend(range(2000, 14000))  # more contexts than are kept
 state.draft(None, 8)
 assert specialisations() == warm, {

@@ -1,6 +1,7 @@
 """The planner: limits, chains, backing off, coming back; by replaying texts without a model."""
 
 import itertools
+import math
 import random
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from vllm_tokenswift.draft.cost import CostModel
 from vllm_tokenswift.draft.planner import DraftRequest, Planner
 from vllm_tokenswift.draft.replay import noisy_heads, replay
 from vllm_tokenswift.draft.state import DraftState
-from vllm_tokenswift.draft.trie import TAKEN_COLUMNS
+from vllm_tokenswift.draft.trie import TAKEN_COLUMNS, pay_off_padded
 from vllm_tokenswift.tree import Source
 
 CPU = CostModel(
@@ -412,3 +413,50 @@ def test_sources_that_are_not_asked_learn_what_comes_without_them() -> None:
     assert any(asks)
     assert planner.decisions["free_heads"] == planner.decisions["free_heads_probe"] == 0
     assert planner.decisions["plain"] == len(asks)
+
+
+# -- where all requests of a step have as many rows -------------------------------------
+
+SHAPES = {2: [(4, 8), (16, 32)]}
+PADDED = CostModel(verify_points=((1, 5.0), (8, 5.1), (32, 12.0)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_of_all_widths_the_one_with_the_most_speed_is_taken(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    offered = rng.integers(0, 20, 3)
+    each = [np.sort(rng.random(count) ** 3)[::-1] for count in offered]
+    widths, step_ms = np.array([1, 4, 8, 16], np.int32), np.cumsum(rng.random(4)) + 2.0
+    options = []
+    for width, ms in zip(widths.tolist(), step_ms.tolist(), strict=True):
+        counts = [min(count, width - 1) for count in offered.tolist()]
+        tokens = [1.0 + of[:count].sum() for of, count in zip(each, counts, strict=True)]
+        options.append((sum(map(math.log, tokens)) - 3 * math.log(ms), counts, tokens, ms))
+    _, counts, tokens, ms = max(options, key=lambda option: option[0])
+    found = pay_off_padded(np.concatenate(each), offered, widths, step_ms)
+    assert found[0].tolist() == counts
+    assert found[1].tolist() == pytest.approx(tokens)
+    assert found[2] == ms
+
+
+def test_one_request_that_loops_does_not_make_the_step_wide_for_all() -> None:
+    """Drafts up to the narrow graph's width cost nothing more, beyond it as much as the step."""
+    counts = {}
+    for shapes in ({}, SHAPES):
+        planner = Planner(PADDED, shapes_of=lambda num, known=shapes: known.get(num, ()))
+        requests = [
+            DraftRequest(state_after(text), None, 400, 15)
+            for text in (loop(400), never_repeating(400))
+        ]
+        plan = planner.plan_once(requests, 0)
+        counts[len(shapes)] = plan.counts
+    assert counts[0][0] > 3
+    assert counts[1] == [3, 0]
+    assert plan.step_ms == PADDED.verify_ms(8)
+
+
+def test_two_requests_that_loop_make_the_step_wide() -> None:
+    planner = Planner(PADDED, shapes_of=lambda num: SHAPES.get(num, ()))
+    requests = [DraftRequest(state_after(loop(400)), None, 400, 15) for _ in range(2)]
+    assert planner.plan_once(requests, 0).counts == [15, 15]
+    assert planner.plan_once(requests[:1], 0).counts[0] > 3

@@ -104,6 +104,10 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
         most, width = super().most_drafts(num_reqs), self.graphs.widest(num_reqs)
         return min(most, width - 1) if width > 1 else most
 
+    def padded_shapes(self, num_reqs: int) -> list[tuple[int, int]]:
+        shapes = [(width, self.graphs.wide(num_reqs, width)) for width in self.graphs.widths[1:]]
+        return [(width, shape.num_tokens) for width, shape in shapes if shape is not None]
+
     def launches_at_once(self, mode: CUDAGraphMode) -> bool:
         return mode is CUDAGraphMode.FULL
 

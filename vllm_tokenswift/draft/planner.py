@@ -29,7 +29,7 @@ from vllm_tokenswift.draft.gain import Floats
 from vllm_tokenswift.draft.rest import rests
 from vllm_tokenswift.draft.source_gain import NO_NODES, SourceGain
 from vllm_tokenswift.draft.state import DraftState
-from vllm_tokenswift.draft.trie import drop_dear_branches, pay_off
+from vllm_tokenswift.draft.trie import Ints, drop_dear_branches, pay_off, pay_off_padded
 from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
 
 PlanMode = Literal["auto", "paper", "fixed"]
@@ -100,6 +100,8 @@ class Planner:
     """Plans the drafts of an engine's requests.
 
     cost: the machine. budget: tokens of partial KV a self-draft pass reads (``|B|``).
+    shapes_of: for a batch of so many requests, the shapes that its steps with trees are padded
+        to: rows of each request and of the batch, ascending; none where steps are not padded.
     mode: "auto" plans; "paper" is the paper's fixed tree and n-grams with a self-draft pass
     every time; "fixed" drafts the likeliest nodes of all sources up to the limit every time.
 
@@ -111,12 +113,20 @@ class Planner:
     :class:`~vllm_tokenswift.partial_kv.table.Due`).
     """
 
-    def __init__(self, cost: CostModel, budget: int = 4096, mode: PlanMode = "auto") -> None:
+    def __init__(
+        self,
+        cost: CostModel,
+        budget: int = 4096,
+        mode: PlanMode = "auto",
+        shapes_of: Callable[[int], Sequence[tuple[int, int]]] = lambda _: (),
+    ) -> None:
         if mode not in get_args(PlanMode):
             raise ValueError(f"plan must be one of {', '.join(get_args(PlanMode))}, got {mode!r}")
         self.cost = cost
         self.budget = budget
         self.mode = mode
+        self._shapes_of = shapes_of
+        self._padded: dict[int, tuple[Ints, Floats]] = {}
         self._curves: dict[tuple[int, int, float], tuple[Floats, Floats]] = {}
         self._planned: StepPlan | None = None
         self.decisions: dict[str, int] = dict.fromkeys(
@@ -218,15 +228,20 @@ class Planner:
         ]
 
         each = [state.probabilities[:count] for state, count in zip(states, offered, strict=True)]
-        per_request, expected = pay_off(
-            each[0] if len(each) == 1 else np.concatenate(each),
-            np.array(offered),
-            *(curve_ms, cheapest_ms, fixed_ms),
-        )
+        chances = each[0] if len(each) == 1 else np.concatenate(each)
+        widths, padded_ms = self._padded_steps(num_plain)
+        if len(widths) > 1:
+            ms = padded_ms + fixed_ms
+            ms[1:] += self._host_ms(len(requests), begins)
+            per_request, expected, step_ms = pay_off_padded(chances, np.array(offered), widths, ms)
+        else:
+            per_request, expected = pay_off(
+                chances, np.array(offered), curve_ms, cheapest_ms, fixed_ms
+            )
+            step_ms = float(curve_ms[int(per_request.sum())]) + fixed_ms
         counts, tokens = per_request.tolist(), expected.tolist()
         best = sum(counts)
-        node_ms = float(curve_ms[best] - curve_ms[0]) / best if best else 0.0
-        step_ms = float(curve_ms[best]) + fixed_ms
+        node_ms = (step_ms - undrafted_ms) / best if best else 0.0
         ms_worth = len(requests) / step_ms
         for index, (request, state) in enumerate(zip(requests, states, strict=True)):
             chain_ms = float(self.cost.chain_cost_ms(request.context_len))
@@ -242,6 +257,19 @@ class Planner:
         if faster < log(_MIN_IMPROVEMENT):
             return [0] * len(requests), [1.0] * len(requests), undrafted_ms, plain_ms
         return counts, tokens, step_ms, plain_ms
+
+    def _padded_steps(self, num_requests: int) -> tuple[Ints, Floats]:
+        """Rows of each request, 1 at first, and what a step of that many takes. One request's
+        are in the curve."""
+        found = self._padded.get(num_requests)
+        if found is None:
+            shapes = [(1, num_requests)]
+            if num_requests > 1:
+                shapes += self._shapes_of(num_requests)
+            widths, rows = zip(*shapes, strict=True)
+            ms = np.array([self.cost.verify_ms(number) for number in rows])
+            found = self._padded[num_requests] = np.array(widths, np.int32), ms
+        return found
 
     def _host_ms(self, num_requests: int, begins: bool) -> float:
         """The host's time that counts against drafts; begins: see :class:`StepPlan`."""

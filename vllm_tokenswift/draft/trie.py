@@ -308,6 +308,40 @@ def pay_off(
 
 
 @entry
+def pay_off_padded(
+    probabilities: Floats, offered: npt.NDArray[np.int64], widths: Ints, step_ms: Floats
+) -> tuple[npt.NDArray[np.int64], Floats, float]:
+    """The same where all requests have as many rows, used or not: as wide as the widest tree.
+
+    widths: rows of a request, at first the 1 of plain decoding, ascending. step_ms: of a step of
+    that width.
+
+    Returns by request the nodes and the tokens that it is expected to emit, and the step's ms.
+    """
+    num_requests = len(offered)
+    counts = np.zeros(num_requests, np.int64)
+    tokens = np.ones(num_requests)
+    growing = np.ones(num_requests)
+    taken = np.zeros(num_requests, np.int64)
+    best_ms = step_ms[0]
+    best_speed = -num_requests * log(best_ms)
+    for option in range(1, len(widths)):
+        first = 0
+        speed = -num_requests * log(step_ms[option])
+        for request in range(num_requests):
+            most = min(offered[request], widths[option] - 1)
+            for node in range(taken[request], most):
+                growing[request] += probabilities[first + node]
+            taken[request] = most
+            speed += log(growing[request])
+            first += offered[request]
+        if speed > best_speed:
+            best_speed, best_ms = speed, step_ms[option]
+            counts[:], tokens[:] = taken, growing
+    return counts, tokens, best_ms
+
+
+@entry
 def drop_dear_branches(
     taken: Ints,
     probabilities: Floats,

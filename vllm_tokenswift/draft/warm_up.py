@@ -23,7 +23,8 @@ def warm_up(mode: PlanMode) -> None:
     """
     # Chains cost something, so that branches are weighed; nodes cost next to nothing.
     cost = CostModel(((1, 1.0), (65, 1.1)), chain_ms=0.01, draft_points=((0, 1.0),))
-    planner, state = Planner(cost, mode=mode), DraftState(sampled=True)
+    planner = Planner(cost, mode=mode, shapes_of=lambda _: [(4, 8)])
+    state = DraftState(sampled=True)
     state.extend([*range(200), 0, 1, 2, 0, 1])  # long enough for every table to grow
     foresight = Foresight(SPLITMIX, _keys)
     foresight.weighed(0.5, 0, 7)
@@ -32,6 +33,7 @@ def warm_up(mode: PlanMode) -> None:
     for candidates in (None, heads):
         request = DraftRequest(state, candidates, state.num_tokens, 8, foresight=foresight)
         planner.plan([request])
+        planner.plan([request, request])
     state.extend([2], Heard(EMPTY_TREE, np.full((1, COLUMNS), NOTHING, np.int32)))
     planner.plan([DraftRequest(state, None, state.num_tokens, 8, foresight=foresight)])
     assert state.contexts is not None

@@ -76,7 +76,7 @@ class Drafter:
         self._asked: list[HeadRequest] = []
 
         def completed(cost: CostModel) -> CostModel:
-            self.planner = Planner(cost, self.options.budget_tokens)
+            self.planner = Planner(cost, self.options.budget_tokens, shapes_of=runner.padded_shapes)
             first_ms, further_ms = host_ms(self)
             cost = replace(cost, drafting_ms=first_ms, drafting_request_ms=further_ms)
             if runner.device.type == "cpu":  # rows do not share the time to read the weights
@@ -87,7 +87,7 @@ class Drafter:
         mode = cast(PlanMode, self.options.plan)
         warm_up(mode)
         cost = cached_cost(runner, curve, completed)
-        self.planner = Planner(cost, self.options.budget_tokens, mode)
+        self.planner = Planner(cost, self.options.budget_tokens, mode, runner.padded_shapes)
         with_heads = self.heads is not None and self.options.head_source != "free"
         self.self_draft = SelfDraft(
             self, self._post_norm, self._read_by_heads if with_heads else None

@@ -466,6 +466,11 @@ class TokenSwiftRunnerMixin(_Runner):
         most: int = self.num_spec_tokens
         return most
 
+    def padded_shapes(self, num_reqs: int) -> list[tuple[int, int]]:
+        """What steps of so many requests with trees are padded to: rows of each request and of
+        all, ascending; empty where nothing is padded."""
+        return []
+
     # -- the next step, ahead of its schedule ---------------------------------------
 
     launches_ahead = False  # where passes run by themselves, once launched
