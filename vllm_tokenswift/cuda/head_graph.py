@@ -233,23 +233,18 @@ class _GraphedDescent:
             self._done.synchronize()
         levels: list[list[FoundRow]] = []
         above: dict[int, int] = {}  # of the level above: path -> its place in the list
-        for entries, chances in zip(self.entries, self.chances, strict=True):
-            paths = np.flatnonzero(chances[:, 0] > 0.0)
-            if not len(paths):
-                break
+        # As lists at once: from an array each row takes the host longer than all of it.
+        for entries, chances in zip(self.entries.tolist(), self.chances.tolist(), strict=True):
             level: list[FoundRow] = []
             listed: dict[int, int] = {}
-            for path in paths.tolist():
-                words = entries[path].tolist()
+            for path, (words, values) in enumerate(zip(entries, chances, strict=True)):
+                if not values[0] > 0.0:
+                    continue
+                row = above[words[1]] if levels else len(level)
                 listed[path] = len(level)
-                level.append(
-                    FoundRow(
-                        above[words[1]] if levels else len(level),
-                        words[2],
-                        words[4 : 4 + WIDTH],
-                        chances[path, 4 + WIDTH :].tolist(),
-                    )
-                )
+                level.append(FoundRow(row, words[2], words[4 : 4 + WIDTH], values[4 + WIDTH :]))
+            if not level:
+                break
             levels.append(level)
             above = listed
         return levels

@@ -21,6 +21,7 @@ from vllm_tokenswift.engine.tree_attention import TreeAttention
 from vllm_tokenswift.heads import cpu_chain
 from vllm_tokenswift.heads.model import DraftHeads
 from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
+from vllm_tokenswift.tree import DraftTree
 
 
 class TokenSwiftCPUModelRunner(TokenSwiftRunnerMixin, CPUModelRunner):
@@ -42,6 +43,12 @@ class TokenSwiftCPUModelRunner(TokenSwiftRunnerMixin, CPUModelRunner):
         context = self.compilation_config.static_forward_context
         layers = {name: context[name] for name in group.layer_names}
         return CPUTreeAttention(layers, group.get_metadata_builder(), self._scratch_blocks)
+
+    def hears(self, req_id: str, tree: DraftTree) -> bool:
+        """In a batch only where there are drafts: what a row says takes 0.07 ms, sixteen rows 4%
+        of a small model's step."""
+        alone = self.input_batch.num_reqs == 1
+        return (alone or len(tree) > 0) and super().hears(req_id, tree)
 
     def make_descent(
         self, heads: DraftHeads, part: DraftVocabulary, lm_rows: torch.Tensor, least_chance: float

@@ -375,7 +375,6 @@ class TokenSwiftRunnerMixin(_Runner):
 
     def _row_groups(self) -> list[RowGroup]:
         trees = {rows.req_id: rows.tree for rows in self._plan.trees}
-        rested = self.next_step.rested
         return [
             RowGroup(
                 req_id,
@@ -386,10 +385,14 @@ class TokenSwiftRunnerMixin(_Runner):
                     if req_id in self._placeholders
                     else self._dead_nodes.get(req_id, frozenset())
                 ),
-                hears=req_id not in rested and self.request_states[req_id].hears,
+                hears=self.hears(req_id, tree),
             )
             for batch_row, req_id in enumerate(self.input_batch.req_ids)
         ]
+
+    def hears(self, req_id: str, tree: DraftTree) -> bool:
+        """Whether drafting hears what the target finds likeliest at a request's rows."""
+        return req_id not in self.next_step.rested and self.request_states[req_id].hears
 
     def _head_states(self) -> torch.Tensor:
         """The step's hidden states in the form that heads read: ``[query rows, hidden]``."""
