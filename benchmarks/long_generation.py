@@ -474,7 +474,9 @@ def _without_folder(value: Any) -> Any:
     """A file or folder by its name: where it lay says something about one machine only."""
     if isinstance(value, Path) or (isinstance(value, str) and value.startswith("/")):
         return Path(value).name
-    # Options are JSON, and may name a folder of heads.
+    # Options may name a folder of heads: parsed, or as the JSON that they were given in.
+    if isinstance(value, dict):
+        return {name: _without_folder(one) for name, one in value.items()}
     return re.sub(r'"/[^"]*/', '"', value) if isinstance(value, str) else value
 
 

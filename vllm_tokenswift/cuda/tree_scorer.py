@@ -18,7 +18,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.torch_utils import PIN_MEMORY, current_stream
 
 from vllm_tokenswift.cuda.penalty import penalise_windows
-from vllm_tokenswift.cuda.scored_rows import Parameter, ScoredRows
+from vllm_tokenswift.cuda.scored_rows import ScoredRows
 from vllm_tokenswift.cuda.scorer import sample_rows
 from vllm_tokenswift.cuda.seed_noise import SeedNoise
 from vllm_tokenswift.draft.foresight import Foresight
@@ -69,8 +69,9 @@ class CUDATreeScorer(TreeScorer):
     def constrain(self, logits: torch.Tensor, req_ids: Sequence[str]) -> torch.Tensor:
         states = [self._states[req_id] for req_id in req_ids]
         rows = ScoredRows.of(states, [EMPTY_TREE] * len(states))
-        arrays = self._draft_staging.to_device(*rows.parameters, *rows.window)
-        parameters, window = arrays[: len(Parameter)], arrays[len(Parameter) :]
+        temperature, min_p, _, _, theta, *window = self._draft_staging.to_device(
+            *rows.parameters, *rows.window
+        )
         shaped = logits.to(torch.float32, copy=True)
         shaped = self._shape_general(
             shaped,
@@ -78,15 +79,14 @@ class CUDATreeScorer(TreeScorer):
             lambda index: Rows([states[i] for i in index], [[]] * len(index), self.device),
         )
         if window:
-            _penalise(shaped, window, parameters[Parameter.THETA])
+            _penalise(shaped, window, theta)
         if rows.has_random:
-            temperature = parameters[Parameter.TEMPERATURE].unsqueeze(1)
             # 0 stands for greedy; such a row keeps its shape.
-            shaped.div_(temperature + (temperature == 0))
+            shaped.div_((temperature + (temperature == 0)).unsqueeze(1))
         probabilities = shaped.softmax(dim=-1)
         if rows.has_constraints:
             # Drafts need no eta: what it cuts is not among the likeliest.
-            least = parameters[Parameter.MIN_P] * probabilities.amax(dim=-1)
+            least = min_p * probabilities.amax(dim=-1)
             probabilities.masked_fill_(probabilities < least.unsqueeze(1), 0.0)
             probabilities.div_(probabilities.sum(dim=-1, keepdim=True))
         return probabilities
@@ -145,10 +145,9 @@ class CUDATreeScorer(TreeScorer):
         rows = ScoredRows.of(walk.states, trees, all_general=walk.processed is not None)
         # Each parameter is an array of its own: rows of one array begin at any multiple of 4
         # bytes, and Triton compiles a kernel for every pattern of addresses that 16 divides.
-        seeds, positions, *arrays = self._row_staging.to_device(
-            rows.seeds, rows.positions, *rows.parameters, *rows.window
+        seeds, positions, temperature, min_p, eta_epsilon, eta_alpha, theta, *window = (
+            self._row_staging.to_device(rows.seeds, rows.positions, *rows.parameters, *rows.window)
         )
-        parameters, window = arrays[: len(Parameter)], arrays[len(Parameter) :]
         logits = walk.logits
         if window or rows.general.any():
             logits = self._shape_general(
@@ -157,17 +156,17 @@ class CUDATreeScorer(TreeScorer):
                 lambda index: _rows_of(walk, index, self.device),
             )
         if window:
-            _penalise(logits, window, parameters[Parameter.THETA])
+            _penalise(logits, window, theta)
         if walk.processed is not None:
             walk.processed.copy_(logits)
         return sample_rows(
             logits,
             seeds,
             positions,
-            parameters[Parameter.TEMPERATURE],
-            parameters[Parameter.MIN_P],
-            parameters[Parameter.ETA_EPSILON],
-            parameters[Parameter.ETA_ALPHA],
+            temperature,
+            min_p,
+            eta_epsilon,
+            eta_alpha,
             use_fp64=self._use_fp64,
             has_constraints=rows.has_constraints,
             said=said,

@@ -240,15 +240,31 @@ def _pass_on(recent: Ints, counts: Ints, tokens: Ints) -> None:
         _go_on(recent, counts, token)
 
 
+@inner
+def _enter(keys: Longs, table: Ints, row: int, other_keys: Longs, other: Ints) -> int:
+    """Enters a context into another table; returns its row there."""
+    place = _row(other_keys, keys[row])
+    other_keys[place] = keys[row]
+    for column in range(_COLUMNS):
+        other[place, column] = table[row, column]
+    return place
+
+
 @entry
 def _enter_rows(keys: Longs, table: Ints, larger_keys: Longs, larger: Ints) -> None:
     """Enters all contexts into a larger, empty table."""
     for row in range(len(keys)):
         if keys[row] != 0:
-            place = _row(larger_keys, keys[row])
-            larger_keys[place] = keys[row]
-            for column in range(_COLUMNS):
-                larger[place, column] = table[row, column]
+            _enter(keys, table, row, larger_keys, larger)
+
+
+@inner
+def _total(table: Ints, pool: Weights, row: int) -> float:
+    """The weights of a context's followers together, as they were last brought up to date."""
+    first, total = table[row, _PLACE], 0.0
+    for at in range(first, first + 2 * table[row, _LISTED], 2):
+        total += pool[at + 1]
+    return total
 
 
 @entry
@@ -257,10 +273,8 @@ def _weights(keys: Longs, table: Ints, pool: Weights, counts: Ints, weights: Flo
     number = 0
     for row in range(len(keys)):
         if keys[row] != 0:
-            first, total = table[row, _PLACE], 0.0
-            for at in range(first, first + 2 * table[row, _LISTED], 2):
-                total += pool[at + 1]
-            weights[number] = total * _faded(counts[_LENGTH], table[row, _WHEN])
+            faded = _faded(counts[_LENGTH], table[row, _WHEN])
+            weights[number] = _total(table, pool, row) * faded
             number += 1
 
 
@@ -287,10 +301,7 @@ def _enter_weightier(
         number += 1
         if weights[number - 1] <= limit:
             continue
-        place = _row(kept_keys, keys[row])
-        kept_keys[place] = keys[row]
-        for column in range(_COLUMNS):
-            kept[place, column] = table[row, column]
+        place = _enter(keys, table, row, kept_keys, kept)
         kept[place, _PLACE] = counts[_POOL]
         for index in range(2 * table[row, _LISTED]):
             kept_pool[counts[_POOL] + index] = pool[table[row, _PLACE] + index]
@@ -323,9 +334,7 @@ def mix_followers(
         if keys[row] == 0:
             break
         first, listed = table[row, _PLACE], table[row, _LISTED]
-        total = 0.0
-        for at in range(first, first + 2 * listed, 2):
-            total += pool[at + 1]
+        total = _total(table, pool, row)
         weight = total * _faded(counts[_LENGTH], table[row, _WHEN])
         share = weight / (weight + _UNSAID + _UNSEEN * min(table[row, _DISTINCT], _MOST))
         for index in range(number):

@@ -168,10 +168,7 @@ class Planner:
 
         To be asked only where a look takes time from the step; what is answered is counted.
         """
-        if self.mode != "auto" or not rests([state.rest for state in states]):
-            return False
-        self._skip(states)
-        return True
+        return self._goes_by(states, rests([state.rest for state in states]))
 
     def rests_meanwhile(self, states: Sequence[DraftState], num_tokens: int) -> bool:
         """The same where the step is under way, and a look keeps the host from the next one.
@@ -181,15 +178,15 @@ class Planner:
         """
         look_ms = self.cost.host_drafting_ms(len(states))
         skipped = ceil(look_ms / (_LOOK_SHARE * self.cost.verify_ms(num_tokens))) - 1
-        if self.mode != "auto" or not all(state.rest.may_skip(skipped) for state in states):
-            return False
-        self._skip(states)
-        return True
+        return self._goes_by(states, all(state.rest.may_skip(skipped) for state in states))
 
-    def _skip(self, states: Sequence[DraftState]) -> None:
+    def _goes_by(self, states: Sequence[DraftState], may: bool) -> bool:
+        if self.mode != "auto" or not may:
+            return False
         for state in states:
             state.rest.skipped()
         self.decisions["rested"] += len(states)
+        return True
 
     def _plan_fixed(self, request: DraftRequest) -> DraftTree:
         if request.limit <= 0:
@@ -207,9 +204,8 @@ class Planner:
         limits = [max(request.limit, 0) for request in requests]
         states = [request.state for request in requests]
         num_plain = len(requests) + num_other_tokens
-        curve_ms, cheapest_ms = self._curve(
-            num_plain, sum(limits), self._host_ms(len(requests), begins)
-        )
+        host_ms = self._host_ms(len(requests), begins)
+        curve_ms, cheapest_ms = self._curve(num_plain, sum(limits), host_ms)
         context_tokens = sum(request.context_len for request in requests)
         spent_ms = self._spent_ms(requests)
         fixed_ms = float(self.cost.context_ms(context_tokens) + spent_ms)
@@ -228,16 +224,15 @@ class Planner:
         ]
 
         each = [state.probabilities[:count] for state, count in zip(states, offered, strict=True)]
+        numbers = np.array(offered)
         chances = each[0] if len(each) == 1 else np.concatenate(each)
         widths, padded_ms = self._padded_steps(num_plain)
         if len(widths) > 1:
             ms = padded_ms + fixed_ms
-            ms[1:] += self._host_ms(len(requests), begins)
-            per_request, expected, step_ms = pay_off_padded(chances, np.array(offered), widths, ms)
+            ms[1:] += host_ms
+            per_request, expected, step_ms = pay_off_padded(chances, numbers, widths, ms)
         else:
-            per_request, expected = pay_off(
-                chances, np.array(offered), curve_ms, cheapest_ms, fixed_ms
-            )
+            per_request, expected = pay_off(chances, numbers, curve_ms, cheapest_ms, fixed_ms)
             step_ms = float(curve_ms[int(per_request.sum())]) + fixed_ms
         counts, tokens = per_request.tolist(), expected.tolist()
         best = sum(counts)

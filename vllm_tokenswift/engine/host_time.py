@@ -72,8 +72,8 @@ def _trial_ms(
     period = min(_PERIOD, runner.model_config.get_vocab_size())
     text = [i % period for i in range(num_tokens)]
     req_ids = [f"{_REQ_ID} {number}" for number in range(num_requests)]
-    first_block = 1
-    for req_id in req_ids:
+    for number, req_id in enumerate(req_ids):
+        first_block = 1 + number * num_blocks
         runner.requests[req_id] = request = CachedRequestState(
             req_id=req_id,
             prompt_token_ids=text[:_PROMPT_TOKENS],
@@ -84,7 +84,6 @@ def _trial_ms(
             num_computed_tokens=_PROMPT_TOKENS,
             output_token_ids=[],
         )
-        first_block += num_blocks
         runner.input_batch.add_request(request)
         runner.start_request(req_id)
     runner.input_batch.refresh_metadata()
