@@ -21,9 +21,9 @@ from typing import Any
 from benchmarks import record
 from benchmarks.prompts import TWENTY
 from vllm_tokenswift import demo_model
-from vllm_tokenswift.demo.engine_process import run
+from vllm_tokenswift.demo.engine_process import EngineProcess, run
 from vllm_tokenswift.demo.measures import first_difference
-from vllm_tokenswift.demo.texts import PENALISED, WINDOWED_PENALTY, TextRequest, Written
+from vllm_tokenswift.demo.texts import PENALISED, WINDOWED_PENALTY, Batch, TextRequest, Written
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -31,7 +31,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "seeded, min-p 0.1, windowed penalty 1.1": PENALISED,
 }
 _LOGPROBS = 20
-_OTHER_BATCH = 3
+# A pass of 3 rows may run the same kernels as one of 1 row, one of 20 hardly does.
+_OTHER_BATCHES = (3, 20)
 
 
 def main() -> int:
@@ -53,26 +54,27 @@ def main() -> int:
             "max_model_len": arguments.tokens + 512,
             **arguments.engine,
         }
-        plain_engine = {**engine, "logits_processors": [WINDOWED_PENALTY]}
-        plain = run(plain_engine, _texts(arguments, with_logprobs=True))
-        again = run(
-            {**plain_engine, "max_num_seqs": _OTHER_BATCH}, _texts(arguments, with_logprobs=False)
-        )
+        texts = _texts(arguments, with_logprobs=False)
+        with EngineProcess({**engine, "logits_processors": [WINDOWED_PENALTY]}) as process:
+            process.warm_up(texts)
+            plain = process.write_texts(_texts(arguments, with_logprobs=True))
+            again = {size: _in_batches(process, texts, size) for size in _OTHER_BATCHES}
         ours = run(
             {**engine, "speculative_config": {"method": "tokenswift", "heads": demo_model.HEADS}},
-            _texts(arguments, with_logprobs=False),
+            texts,
         )
         results += _compare(dtype, plain, ours, again)
     rows = [
         [
             *(r["dtype"], r["sampling"], f"{r['different']} of {r['prompts']}"),
-            *(f"{r['plain_different']} of {r['prompts']}", _gap(r["logit_gaps"])),
+            *(f"{different} of {r['prompts']}" for different in r["plain_different"].values()),
+            _gap(r["logit_gaps"]),
         ]
         for r in results
     ]
     header = [
         *("dtype", "sampling", "prompts that differ"),
-        f"of plain vLLM's own in batches of {_OTHER_BATCH}",
+        *(f"of plain vLLM's own in batches of {size}" for size in _OTHER_BATCHES),
         "logit gap at the first difference",
     ]
     table = record.markdown(header, rows)
@@ -94,10 +96,19 @@ def _texts(arguments: argparse.Namespace, with_logprobs: bool) -> list[TextReque
     return texts
 
 
+def _in_batches(process: EngineProcess, texts: list[TextRequest], size: int) -> list[Written]:
+    """The texts, ``size`` at the same time."""
+    batches = [
+        Batch(f"{size} at a time, from {texts[i].name}", texts[i : i + size])
+        for i in range(0, len(texts), size)
+    ]
+    return [text for written in process.write(batches) for text in written.texts]
+
+
 def _compare(
-    dtype: str, plain: list[Written], ours: list[Written], again: list[Written]
+    dtype: str, plain: list[Written], ours: list[Written], again: dict[int, list[Written]]
 ) -> list[dict[str, Any]]:
-    """again: plain vLLM's, in batches of another size."""
+    """again: plain vLLM's in batches of other sizes, by size."""
     results = []
     per_kind = len(plain) // len(KINDS)
     for k, kind in enumerate(KINDS):
@@ -120,9 +131,13 @@ def _compare(
                 "sampling": kind,
                 "prompts": per_kind,
                 "different": different,
-                "plain_different": sum(
-                    first_difference(plain[i].tokens, again[i].tokens) is not None for i in of_kind
-                ),
+                "plain_different": {
+                    size: sum(
+                        first_difference(plain[i].tokens, written[i].tokens) is not None
+                        for i in of_kind
+                    )
+                    for size, written in again.items()
+                },
                 "logit_gaps": gaps,
             }
         )
