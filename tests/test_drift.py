@@ -69,6 +69,16 @@ def test_every_part_of_vllm_s_runner_that_ours_touches_is_in_the_seam_table() ->
     assert sorted(used - ours - listed) == []
 
 
+def test_vllm_begins_to_watch_for_compilation_when_its_own_warm_up_is_over() -> None:
+    """Our worker for CUDA starts drafting where vLLM begins to watch: seeded and warmed up, and
+    before the garbage collector is told what stays."""
+    source = SCRIPT["installed_source"]() / "vllm" / "v1" / "worker" / "gpu_worker.py"
+    lines = [line.strip() for line in source.read_text().splitlines()]
+    watching = lines.index("self._maybe_activate_jit_monitor()")
+    assert lines.count("self._maybe_activate_jit_monitor()") == 1
+    assert lines.index("set_random_seed(") < watching < lines.index("freeze_gc_heap()")
+
+
 def _collect(tree: ast.Module, used: set[str], ours: set[str]) -> None:
     """Adds the names that a file reads on ``self`` or calls on ``super()``, and those that
     its own classes define."""

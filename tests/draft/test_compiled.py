@@ -79,7 +79,10 @@ said = np.ones((3, COLUMNS), np.int32)
 state.extend([5, 6], Heard(DraftTree.chain([5, 7]).truncate(1), said[:2]))
 state.draft(None, 8)
 request = DraftRequest(state, None, state.num_tokens, 8)
-Planner(cost, 64, "MODE", lambda _: [(4, 8)]).plan([request, request])
+planner = Planner(cost, 64, "MODE", lambda _: [(4, 8)])
+planner.plan([request, request])
+assert planner.wants_free_heads([request]) == [True]
+state.extend([7])
 state.extend(range(2000, 14000))  # more contexts than are kept
 state.draft(None, 8)
 assert specialisations() == warm, {
@@ -91,3 +94,50 @@ assert specialisations() == warm, {
 @pytest.mark.parametrize("mode", ["auto", "fixed", "paper"])
 def test_after_warming_up_nothing_is_compiled(mode: str) -> None:
     subprocess.run([sys.executable, "-c", WARM.replace("MODE", mode)], check=True)
+
+
+STARTED = """
+from vllm_tokenswift.draft.warm_up import CompilingAhead, warm_up
+
+def started():
+    ahead = CompilingAhead()
+    ahead.wait()
+    return ahead._process is not None
+
+print(started(), started())
+"""
+LOADED = """
+from vllm_tokenswift.draft import commit, contexts, offers, trie
+for mode in ("auto", "fixed", "paper"):
+    warm_up(mode)
+entries = {
+    id(function): function
+    for module in (commit, contexts, offers, trie)
+    for function in vars(module).values()
+    if hasattr(function, "stats") and "cache" in repr(type(function._cache)).lower()
+}
+stats = [function.stats for function in entries.values()]
+print(sum(bool(s.cache_hits) for s in stats), sum(sum(s.cache_misses.values()) for s in stats))
+"""
+
+
+def said(script: str, home: str) -> list[str]:
+    process = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "TOKENSWIFT_HOME": home},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return process.stdout.split()
+
+
+def test_what_is_compiled_ahead_in_another_process_is_loaded(tmp_path: Path) -> None:
+    first, second, loaded, compiled = said(STARTED + LOADED, str(tmp_path))
+    assert (first, second) == ("True", "False")
+    assert int(loaded) > 5
+    assert compiled == "0"
+
+
+def test_where_nothing_can_be_kept_nothing_is_compiled_ahead() -> None:
+    assert said(STARTED, "/dev/null") == ["False", "False"]

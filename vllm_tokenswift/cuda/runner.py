@@ -267,3 +267,10 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
 class TokenSwiftGPUWorker(TokenSwiftWorkerMixin, Worker):
     def _make_model_runner(self) -> GPUModelRunner:
         return TokenSwiftGPUModelRunner(self.vllm_config, self.device)
+
+    def _maybe_activate_jit_monitor(self) -> None:
+        # The last of vLLM's warming up. From then on what is compiled is reported as a mistake,
+        # or refused (``--jit-monitor-mode error``), and the garbage collector leaves alone what
+        # is there.
+        self.start_drafting()
+        super()._maybe_activate_jit_monitor()

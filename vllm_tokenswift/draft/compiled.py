@@ -45,6 +45,11 @@ def _folder() -> str:
     return str(Path(config.CACHE_DIR or cache_home() / CACHE_NAME) / digest.hexdigest()[:16])
 
 
+def everything_compiled() -> Path:
+    """A file that is there where a process has compiled all of drafting and kept it."""
+    return Path(_folder()) / "everything"
+
+
 def entry(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Compiles a function when it is first called, or loads what an earlier process compiled.
 

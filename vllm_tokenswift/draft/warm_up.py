@@ -1,17 +1,30 @@
-"""Compiling drafting before the first request comes."""
+"""Compiling drafting before the first request comes.
+
+    python -m vllm_tokenswift.draft.warm_up
+
+compiles for other processes, which find it on disk.
+"""
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import get_args
 
 import numpy as np
 
 from vllm_tokenswift.draft.candidates import HeadCandidates
+from vllm_tokenswift.draft.compiled import everything_compiled
 from vllm_tokenswift.draft.cost import CostModel
 from vllm_tokenswift.draft.foresight import Foresight
 from vllm_tokenswift.draft.likeliest import COLUMNS, NOTHING, Heard
 from vllm_tokenswift.draft.noise import SPLITMIX, Keys
 from vllm_tokenswift.draft.own_tokens import OwnPath
 from vllm_tokenswift.draft.planner import DraftRequest, PlanMode, Planner
+from vllm_tokenswift.draft.source_gain import NO_NODES
 from vllm_tokenswift.draft.state import DraftState
+from vllm_tokenswift.draft.trie import num_followed
 from vllm_tokenswift.tree import EMPTY_TREE
 
 
@@ -36,9 +49,51 @@ def warm_up(mode: PlanMode) -> None:
         planner.plan([request, request])
     state.extend([2], Heard(EMPTY_TREE, np.full((1, COLUMNS), NOTHING, np.int32)))
     planner.plan([DraftRequest(state, None, state.num_tokens, 8, foresight=foresight)])
+    num_followed(NO_NODES, np.zeros(1, np.int32))
     assert state.contexts is not None
     state.contexts.drop_lighter()
 
 
 def _keys(num_positions: int) -> Keys:
     return np.arange(num_positions, dtype=np.uint64)
+
+
+class CompilingAhead:
+    """Compiles in a process of its own, for one that has other things to do before it drafts.
+
+    A new machine takes about as long for it as for loading and compiling a model. Nothing is
+    started where all is on disk already, or where nothing can be kept.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            done = everything_compiled()
+            done.parent.mkdir(parents=True, exist_ok=True)
+        except (OSError, RuntimeError):  # RuntimeError: there is no home
+            return
+        if done.exists():
+            return
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def wait(self) -> None:
+        """Returns when that process has ended, however: what it did not compile is compiled when
+        it is needed."""
+        if self._process is not None:
+            self._process.wait()
+
+
+def main() -> None:
+    os.nice(5)  # the model's process should not wait
+    for mode in get_args(PlanMode):
+        warm_up(mode)
+    everything_compiled().touch()
+
+
+if __name__ == "__main__":
+    main()

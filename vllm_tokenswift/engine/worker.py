@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 from vllm.v1.worker import cpu_worker
 
@@ -28,3 +29,8 @@ class TokenSwiftCPUWorker(TokenSwiftWorkerMixin, cpu_worker.CPUWorker):
 
         with _substituted(cpu_worker, "CPUModelRunner", TokenSwiftCPUModelRunner):
             super().init_device()
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        self.start_drafting()
+        return times

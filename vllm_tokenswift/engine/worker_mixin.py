@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm_tokenswift.draft.warm_up import CompilingAhead
+
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as _Worker
 else:
@@ -13,10 +15,16 @@ else:
 class TokenSwiftWorkerMixin(_Worker):
     """To be placed before one of vLLM's V1 worker classes in the bases."""
 
-    def compile_or_warm_up_model(self) -> Any:
-        times = super().compile_or_warm_up_model()
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Before the model is loaded, and before this process is bound to cores of its own.
+        self._compiling = CompilingAhead() if self.local_rank == 0 else None
+
+    def start_drafting(self) -> None:
+        """To be called once, when vLLM has warmed up everything of its own."""
+        if self._compiling is not None:
+            self._compiling.wait()
         self.model_runner.start_drafting()
-        return times
 
     # What changes the model or its cache between steps: a pass ahead was made with the old.
 
