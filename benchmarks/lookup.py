@@ -8,10 +8,11 @@ may cost more on a long text than on a short one:
 Columns, in microseconds of CPU time per iteration (median): ``extend`` of the n-gram table
 and the suffix index by ``emitted`` tokens, ``look-up`` in both (longest matches with their
 continuations, top-k n-grams), their sum, ``plan``: a whole planned iteration (learning,
-extending, offers, a tree of at most 64 nodes), and ``heads``: one of sampled text with heads.
+extending, offers, a tree), and ``heads``: one of sampled text with heads.
 There planning runs twice, before it is known what heads say and after, looks at the noise of
 the coming positions, heads offer 8 tokens below each of 5 paths, and what the verify pass found
-likeliest is heard, 4 tokens at each node of the tree before.
+likeliest is heard, 4 tokens at each node of the tree before. ``nodes``: of a tree at most; 32 is
+what an engine drafts by default.
 
 --touch-mb: memory written to before every iteration, as a model's pass on the same CPU would,
 so that nothing is found in the caches.
@@ -46,9 +47,9 @@ from vllm_tokenswift.draft.warm_up import warm_up
 from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
 
 LENGTHS = (1_000, 10_000, 100_000)
-NODE_BUDGET = 64
-# Flat up to the budget, so that the planner takes every node that it can get.
-COST = CostModel(verify_points=((1, 7.0), (1 + NODE_BUDGET, 7.1)), heads_ms=0.05)
+NODES = (32, 64)
+# Flat up to there, so that the planner takes every node that it can get.
+COST = CostModel(verify_points=((1, 7.0), (1 + NODES[-1], 7.1)), heads_ms=0.05)
 
 
 def looping_text(num_tokens: int) -> list[int]:
@@ -110,7 +111,8 @@ def foresight_at(position: int) -> Foresight:
 class Iterations:
     """Planned iterations of one request at the end of a text."""
 
-    def __init__(self, history: list[int], sampled: bool) -> None:
+    def __init__(self, history: list[int], nodes: int, sampled: bool) -> None:
+        self.nodes = nodes
         self.state = DraftState(sampled=sampled)
         self.state.extend(history)
         self.planner = Planner(COST)
@@ -118,27 +120,27 @@ class Iterations:
 
     def plan(self, tokens: list[int]) -> None:
         self.state.extend(tokens)
-        self.planner.plan([DraftRequest(self.state, None, self.state.num_tokens, NODE_BUDGET)])
+        self.planner.plan([DraftRequest(self.state, None, self.state.num_tokens, self.nodes)])
 
     def plan_with_heads(self, tokens: list[int], heads: HeadCandidates, heard: Heard) -> None:
         self.state.extend(tokens, heard)
         position = self.state.num_tokens
         request = DraftRequest(
-            self.state, None, position, NODE_BUDGET, foresight=foresight_at(position)
+            self.state, None, position, self.nodes, foresight=foresight_at(position)
         )
         self.planner.wants_free_heads([request])
         [self.tree] = self.planner.plan([replace(request, heads=heads)])
 
 
 def measure(
-    text: list[int], emitted: int, iterations: int, touched: npt.NDArray[np.uint8]
+    text: list[int], emitted: int, nodes: int, iterations: int, touched: npt.NDArray[np.uint8]
 ) -> dict[str, float]:
     """Median microseconds per iteration at the end of ``text``."""
     history = len(text) - iterations * emitted
     table, suffix = NgramTable(), SuffixIndex()
     for part in (table, suffix):
         part.extend(np.array(text[:history], np.int32))
-    plain, with_heads = (Iterations(text[:history], sampled) for sampled in (False, True))
+    plain, with_heads = (Iterations(text[:history], nodes, sampled) for sampled in (False, True))
     times: dict[str, list[float]] = {"extend": [], "lookup": [], "plan": [], "heads": []}
 
     def timed(column: str, work: Callable[[], object]) -> None:
@@ -184,13 +186,18 @@ def main() -> None:
     warm_up("auto")
     touched = np.zeros(arguments.touch_mb << 20, np.uint8)
     rows = []
-    columns = ("tokens", "emitted", "extend", "look-up", "both", "plan", "heads")
+    columns = ("tokens", "emitted", "nodes", "extend", "look-up", "both", "plan", "heads")
     print("text    ", *(f"{column:>7}" for column in columns))
-    for name, (make, emitted) in TEXTS.items():
-        for length in LENGTHS:
-            times = measure(make(length), emitted, arguments.iterations, touched)
-            rows.append({"text": name, "tokens": length, "emitted": emitted, **times})
-            print(f"{name:8} {length:7} {emitted:7}", *(f"{us:7.1f}" for us in times.values()))
+    for nodes in NODES:
+        for name, (make, emitted) in TEXTS.items():
+            for length in LENGTHS:
+                times = measure(make(length), emitted, nodes, arguments.iterations, touched)
+                row = {"text": name, "tokens": length, "emitted": emitted, "nodes": nodes}
+                rows.append(row | times)
+                print(
+                    f"{name:8} {length:7} {emitted:7} {nodes:7}",
+                    *(f"{us:7.1f}" for us in times.values()),
+                )
     record = {
         "python": platform.python_version(),
         "machine": platform.processor(),

@@ -322,10 +322,10 @@ def test_one_request_s_drafts_do_not_fill_the_step_of_all_where_rows_cost_time()
 def test_a_source_is_asked_where_all_requests_together_become_faster() -> None:
     """Four tokens more for one of two requests, by twice the time: both are as fast as before in
     the sum of their tokens, but the other is half as fast."""
-    assert best_group([4.0, 0.0], [True, False], [1.0, 1.0], 10.0, lambda _: 15.0) == []
-    assert best_group([4.0, 0.0], [True, False], [1.0, 1.0], 10.0, lambda _: 10.0) == [0]
-    assert best_group([1.0, 3.0], [True, True], [4.0, 4.0], 10.0, lambda n: 2.0 * n) == [1]
-    assert best_group([1.0, 3.0], [True, True], [1.0, 4.0], 10.0, lambda n: 2.0 * n) == [0, 1]
+    assert best_group([4.0, 0.0], [True, False], [1.0, 1.0], 10.0, [15.0]) == []
+    assert best_group([4.0, 0.0], [True, False], [1.0, 1.0], 10.0, [10.0]) == [0]
+    assert best_group([1.0, 3.0], [True, True], [4.0, 4.0], 10.0, [2.0, 4.0]) == [1]
+    assert best_group([1.0, 3.0], [True, True], [1.0, 4.0], 10.0, [2.0, 4.0]) == [0, 1]
 
 
 def test_an_unknown_plan_is_refused() -> None:

@@ -283,7 +283,7 @@ def test_those_nodes_are_taken_that_make_requests_fastest_whatever_the_curve(see
     steps = np.diff(curve, append=np.inf)
     cheapest = np.minimum.accumulate(steps[::-1])[::-1].copy()
     fixed_ms = float(rng.random())
-    counts, tokens = pay_off(np.concatenate(each), offered, curve, cheapest, fixed_ms)
+    counts, tokens, step_ms = pay_off(np.concatenate(each), offered, curve, cheapest, fixed_ms)
 
     def emitted(numbers: Sequence[int]) -> list[float]:
         return [1.0 + of[:n].sum() for of, n in zip(each, numbers, strict=True)]
@@ -294,3 +294,4 @@ def test_those_nodes_are_taken_that_make_requests_fastest_whatever_the_curve(see
     every = itertools.product(*(range(number + 1) for number in offered))
     assert speed(counts.tolist()) == pytest.approx(max(map(speed, every)))
     assert tokens.tolist() == pytest.approx(emitted(counts.tolist()))
+    assert step_ms == curve[counts.sum()] + fixed_ms

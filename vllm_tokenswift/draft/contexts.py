@@ -103,6 +103,8 @@ def _move_up(pool: Weights, at: int, first: int, token: int, weight: float) -> N
 @inner
 def _fade(table: Ints, pool: Weights, now: int, row: int) -> None:
     """Brings the weights of a list up to date."""
+    if table[row, _WHEN] == now:
+        return
     faded = _faded(now, table[row, _WHEN])
     table[row, _WHEN] = now
     first = table[row, _PLACE]

@@ -122,6 +122,11 @@ class CostModel:
             curve[beyond] += _last_slope(self.verify_points) * (tokens[beyond] - sizes[-1])
         return curve
 
+    @property
+    def chains_cost(self) -> bool:
+        """Whether side branches do."""
+        return self.chain_ms > 0 or self.chain_context_ms_per_token > 0
+
     def chain_cost_ms(self, context_len: int) -> float:
         """One side branch of a request whose prefix is ``context_len`` tokens long."""
         return self.chain_ms + self.chain_context_ms_per_token * context_len

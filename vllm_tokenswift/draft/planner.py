@@ -37,7 +37,7 @@ PlanMode = Literal["auto", "paper", "fixed"]
 # Paths less likely than this are not worth the host's time, however cheap the pass.
 _MIN_PROBABILITY = 0.004
 # Expected gain below which an iteration is decoded plainly: the estimates are no better.
-_MIN_IMPROVEMENT = 1.05
+_LOG_MIN_IMPROVEMENT = log(1.05)
 # How often the host's time for drafting counts against beginning with it, where steps are launched
 # before their samples are read: in the step that drafts, in the one that finds nothing more, and
 # as often again because what is seen may be over when drafting begins. In a replay of 24,000
@@ -202,56 +202,67 @@ class Planner:
     ) -> tuple[list[int], list[float], float, float]:
         """What a :class:`StepPlan` holds, from ``counts`` on."""
         limits = [max(request.limit, 0) for request in requests]
-        states = [request.state for request in requests]
         num_plain = len(requests) + num_other_tokens
         host_ms = self._host_ms(len(requests), begins)
         curve_ms, cheapest_ms = self._curve(num_plain, sum(limits), host_ms)
-        context_tokens = sum(request.context_len for request in requests)
         spent_ms = self._spent_ms(requests)
-        fixed_ms = float(self.cost.context_ms(context_tokens) + spent_ms)
+        fixed_ms = self.cost.context_ms(sum(r.context_len for r in requests)) + spent_ms
         undrafted_ms = float(curve_ms[0]) + fixed_ms
         # In a step of at most twice that time no node pays which is less likely.
         least_chance = len(requests) * float(cheapest_ms[0]) / (2 * undrafted_ms)
+        least_chance = max(_MIN_PROBABILITY, least_chance)
         offered = [
-            request.state.draft(
-                request.heads,
-                limit,
-                max(_MIN_PROBABILITY, least_chance),
-                request.chain_only,
-                request.foresight,
-            )
-            for request, limit in zip(requests, limits, strict=True)
+            r.state.draft(r.heads, limit, least_chance, r.chain_only, r.foresight)
+            for r, limit in zip(requests, limits, strict=True)
         ]
 
-        each = [state.probabilities[:count] for state, count in zip(states, offered, strict=True)]
-        numbers = np.array(offered)
+        each = [r.state.probabilities[:n] for r, n in zip(requests, offered, strict=True)]
         chances = each[0] if len(each) == 1 else np.concatenate(each)
+        numbers = np.array(offered)
         widths, padded_ms = self._padded_steps(num_plain)
         if len(widths) > 1:
             ms = padded_ms + fixed_ms
             ms[1:] += host_ms
             per_request, expected, step_ms = pay_off_padded(chances, numbers, widths, ms)
         else:
-            per_request, expected = pay_off(chances, numbers, curve_ms, cheapest_ms, fixed_ms)
-            step_ms = float(curve_ms[int(per_request.sum())]) + fixed_ms
+            per_request, expected, step_ms = pay_off(
+                chances, numbers, curve_ms, cheapest_ms, fixed_ms
+            )
         counts, tokens = per_request.tolist(), expected.tolist()
-        best = sum(counts)
-        node_ms = (step_ms - undrafted_ms) / best if best else 0.0
+        if self.cost.chains_cost and any(counts):
+            node_ms = (step_ms - undrafted_ms) / sum(counts)
+            step_ms += self._without_dear_branches(requests, counts, tokens, step_ms, node_ms)
+        plain_ms = undrafted_ms - spent_ms
+        faster = sum(map(log, tokens)) / len(requests) - log(step_ms / undrafted_ms)
+        if faster < _LOG_MIN_IMPROVEMENT:
+            return [0] * len(requests), [1.0] * len(requests), undrafted_ms, plain_ms
+        return counts, tokens, step_ms, plain_ms
+
+    def _without_dear_branches(
+        self,
+        requests: Sequence[DraftRequest],
+        counts: Sequence[int],
+        tokens: list[float],
+        step_ms: float,
+        node_ms: float,
+    ) -> float:
+        """Drops branches that bring less than their own chain, and their tokens; what that adds
+        to the step's ms.
+
+        counts, tokens: nodes and expected tokens of each request. node_ms: of one node.
+        """
         ms_worth = len(requests) / step_ms
-        for index, (request, state) in enumerate(zip(requests, states, strict=True)):
-            chain_ms = float(self.cost.chain_cost_ms(request.context_len))
-            if chain_ms > 0 and counts[index]:
+        added_ms = 0.0
+        for index, request in enumerate(requests):
+            if counts[index]:
+                state, chain_ms = request.state, self.cost.chain_cost_ms(request.context_len)
                 lost, saved_ms = drop_dear_branches(
                     *(state.taken, state.probabilities, counts[index]),
                     *(ms_worth * tokens[index], node_ms, chain_ms),
                 )
                 tokens[index] -= lost
-                step_ms += saved_ms
-        plain_ms = undrafted_ms - spent_ms
-        faster = sum(map(log, tokens)) / len(requests) - log(step_ms / undrafted_ms)
-        if faster < log(_MIN_IMPROVEMENT):
-            return [0] * len(requests), [1.0] * len(requests), undrafted_ms, plain_ms
-        return counts, tokens, step_ms, plain_ms
+                added_ms += saved_ms
+        return added_ms
 
     def _padded_steps(self, num_requests: int) -> tuple[Ints, Floats]:
         """Rows of each request, 1 at first, and what a step of that many takes. One request's
@@ -284,6 +295,8 @@ class Planner:
 
     def _spent_ms(self, requests: Sequence[DraftRequest]) -> float:
         """What this step's draft pass and heads have cost already."""
+        if all(r.heads is None for r in requests):
+            return 0.0
         passes = [
             r.heads.own_depths if r.heads is not None and not r.heads.free else 0 for r in requests
         ]
@@ -405,14 +418,14 @@ class Planner:
         nodes = sum(g.nodes for g, ok in zip(gains, eligible, strict=True) if ok) / num_eligible
         drafting_ms = self._host_ms(len(requests), planned.begins)
         host_ms = 0.0 if any(planned.counts) else drafting_ms
-
-        def extra_ms(count: int) -> float:
-            return host_ms + source_ms(count) + self.nodes_ms(planned, nodes * count)
-
+        extra_ms = [
+            host_ms + source_ms(count) + self.nodes_ms(planned, nodes * count)
+            for count in range(1, num_eligible + 1)
+        ]
         best = best_group(extra, eligible, without, step_ms, extra_ms)
         for index in best:
             wanted[index] = True
-        relative_cost = extra_ms(num_eligible) / step_ms
+        relative_cost = extra_ms[-1] / step_ms
         # What each of them has to gain so that the others' loss is made up for.
         gain_for_source = relative_cost * len(requests) / num_eligible
         for index, gain in enumerate(gains):

@@ -119,10 +119,11 @@ class SelfDraftPlanner:
         said = sum(passes)
         passes_ms = planner.passes_ms(requests, passes) + planner.nodes_ms(plan, said)
 
-        def pass_ms(count: int) -> float:
-            draft_ms = planner.cost.draft_pass_ms(planner.budget * count, count)
-            return draft_ms + planner.nodes_ms(plan, count, besides=said)
-
+        pass_ms = [
+            planner.cost.draft_pass_ms(planner.budget * count, count)
+            + planner.nodes_ms(plan, count, besides=said)
+            for count in range(1, sum(eligible) + 1)
+        ]
         step_ms = plan.step_ms + passes_ms
         return best_group(extra, eligible, tokens, step_ms, pass_ms)
 

@@ -256,14 +256,14 @@ def pay_off(
     curve_ms: Floats,
     cheapest_ms: Floats,
     fixed_ms: float,
-) -> tuple[npt.NDArray[np.int64], Floats]:
+) -> tuple[npt.NDArray[np.int64], Floats, float]:
     """How many of each request's likeliest nodes to take, for the most speed (``planner.py``).
 
     probabilities: of all requests' nodes, one request after another, falling in each. offered:
     how many each has. curve_ms: of the verify pass, by number of nodes; cheapest_ms: the least
     that any further node adds to it; fixed_ms: of the step besides.
 
-    Returns by request the nodes, and the tokens that it is expected to emit.
+    Returns by request the nodes and the tokens that it is expected to emit, and the step's ms.
 
     A node that comes with chance p multiplies its request's tokens t by 1 + p / t: of any number
     of nodes the best are those taken by falling p / t.
@@ -304,7 +304,7 @@ def pay_off(
         owner = owners[index]
         tokens[owner] += probabilities[first[owner] + counts[owner]]
         counts[owner] += 1
-    return counts, tokens
+    return counts, tokens, curve_ms[best] + fixed_ms
 
 
 @entry
