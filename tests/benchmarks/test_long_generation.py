@@ -144,9 +144,3 @@ def test_commands_that_one_engine_cannot_run_are_refused_before_it_starts(
         arguments.run(arguments)
     assert refused.value.code == 2
     assert because in capsys.readouterr().err
-
-
-def test_a_record_does_not_say_in_which_folder_the_heads_lay():
-    options = {"heads": "/somewhere/else/heads", "ngram_k": 3}
-    assert long_generation._without_folder(options) == {"heads": "heads", "ngram_k": 3}
-    assert json.loads(long_generation._without_folder(json.dumps(options)))["heads"] == "heads"
