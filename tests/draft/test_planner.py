@@ -415,6 +415,31 @@ def test_sources_that_are_not_asked_learn_what_comes_without_them() -> None:
     assert planner.decisions["plain"] == len(asks)
 
 
+def test_a_batch_asks_a_source_again_all_together_and_not_each_when_it_likes() -> None:
+    """Requests of different age, for whom heads do not pay: while one asked, all would wait.
+    By step, the share of them who ask again."""
+    text = never_repeating(4000)
+    cost = replace(waiting(0.2), heads_ms=0.3)
+
+    def asking(num_requests: int) -> list[int]:
+        states = [state_after(text[900 * i : 900 * i + 100]) for i in range(num_requests)]
+        planner, asked = Planner(cost), []
+        for step in range(700):
+            # One more request every 50 steps.
+            present = states[: 1 + step // 50]
+            requests = [DraftRequest(state, None, state.num_tokens, 16) for state in present]
+            before = planner.decisions["free_heads_probe"]
+            planner.wants_free_heads(requests)
+            asked.append((planner.decisions["free_heads_probe"] - before) / len(present))
+            for i, state in enumerate(present):
+                state.extend([text[900 * i + 100 + step]])
+        return asked
+
+    alone, together = asking(1), asking(4)
+    assert set(together) == {0.0, 1.0}
+    assert 1 < sum(together) <= sum(alone)
+
+
 # -- where all requests of a step have as many rows -------------------------------------
 
 SHAPES = {2: [(4, 8), (16, 32)]}

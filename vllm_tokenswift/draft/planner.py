@@ -426,13 +426,19 @@ class Planner:
         for index in best:
             wanted[index] = True
         relative_cost = extra_ms[-1] / step_ms
+        # While one of them asks once more the others wait: they ask together, or none does.
+        due = [
+            possible and gain.wants_probe(relative_cost / _PROBE_SHARE)
+            for gain, possible in zip(gains, eligible, strict=True)
+        ]
+        probes = not best and 2 * sum(due) >= num_eligible
         # What each of them has to gain so that the others' loss is made up for.
         gain_for_source = relative_cost * len(requests) / num_eligible
         for index, gain in enumerate(gains):
             if not eligible[index]:
                 continue
             decision = name if wanted[index] else f"no_{name}"
-            if not best and gain.wants_probe(relative_cost / _PROBE_SHARE):
+            if probes:
                 wanted[index] = True
                 decision = f"{name}_probe"
             self.decisions[decision if may else f"no_{name}"] += 1
