@@ -92,7 +92,7 @@ def _commit() -> str:
         command = ["git", "-C", str(RESULTS.parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
-    changed = " with changes" if git("status", "--porcelain", "--", "vllm_tokenswift") else ""
+    changed = " with changes" if git("status", "--porcelain", "--", ":/vllm_tokenswift") else ""
     return (git("rev-parse", "--short", "HEAD") or "no commit") + changed
 
 
