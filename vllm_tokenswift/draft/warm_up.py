@@ -27,6 +27,9 @@ from vllm_tokenswift.draft.state import DraftState
 from vllm_tokenswift.draft.trie import num_followed
 from vllm_tokenswift.tree import EMPTY_TREE
 
+# A slow core takes a fourth of it.
+_MOST_SECONDS = 120.0
+
 
 def warm_up(mode: PlanMode) -> None:
     """Drafts for a tiny text in every way that a planner of this mode may.
@@ -82,9 +85,14 @@ class CompilingAhead:
         )
 
     def wait(self) -> None:
-        """Returns when that process has ended, however: what it did not compile is compiled when
-        it is needed."""
-        if self._process is not None:
+        """Returns when that process has ended, however, or takes too long: what it did not compile
+        is compiled when it is needed."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(timeout=_MOST_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
             self._process.wait()
 
 
