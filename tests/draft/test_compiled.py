@@ -18,16 +18,21 @@ print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
 """
 
 
-def hits_and_misses(before: str = "", **environment: str) -> list[int]:
-    """What a process that calls one function found, and did not find, on disk."""
+def said(script: str, **environment: str) -> list[str]:
+    """The words that a process prints."""
     process = subprocess.run(
-        [sys.executable, "-c", CALL.format(before=before)],
+        [sys.executable, "-c", script],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=True,
     )
-    return [int(number) for number in process.stdout.split()]
+    return process.stdout.split()
+
+
+def hits_and_misses(before: str = "", **environment: str) -> list[int]:
+    """What a process that calls one function found, and did not find, on disk."""
+    return [int(number) for number in said(CALL.format(before=before), **environment)]
 
 
 @pytest.mark.parametrize("variable", ["TOKENSWIFT_HOME", "NUMBA_CACHE_DIR"])
@@ -121,23 +126,12 @@ print(sum(bool(s.cache_hits) for s in stats), sum(sum(s.cache_misses.values()) f
 """
 
 
-def said(script: str, home: str) -> list[str]:
-    process = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "TOKENSWIFT_HOME": home},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return process.stdout.split()
-
-
 def test_what_is_compiled_ahead_in_another_process_is_loaded(tmp_path: Path) -> None:
-    first, second, loaded, compiled = said(STARTED + LOADED, str(tmp_path))
+    first, second, loaded, compiled = said(STARTED + LOADED, TOKENSWIFT_HOME=str(tmp_path))
     assert (first, second) == ("True", "False")
     assert int(loaded) > 5
     assert compiled == "0"
 
 
 def test_where_nothing_can_be_kept_nothing_is_compiled_ahead() -> None:
-    assert said(STARTED, "/dev/null") == ["False", "False"]
+    assert said(STARTED, TOKENSWIFT_HOME="/dev/null") == ["False", "False"]

@@ -421,7 +421,7 @@ def test_a_batch_asks_a_source_again_all_together_and_not_each_when_it_likes() -
     text = never_repeating(4000)
     cost = replace(waiting(0.2), heads_ms=0.3)
 
-    def asking(num_requests: int) -> list[int]:
+    def asking(num_requests: int) -> list[float]:
         states = [state_after(text[900 * i : 900 * i + 100]) for i in range(num_requests)]
         planner, asked = Planner(cost), []
         for step in range(700):

@@ -413,18 +413,14 @@ class Planner:
             g.tokens(e, with_pass=True) - w if possible else 0.0
             for g, e, w, possible in zip(gains, expected, without, eligible, strict=True)
         ]
-        wanted = [False] * len(requests)
         num_eligible = sum(eligible)
         nodes = sum(g.nodes for g, ok in zip(gains, eligible, strict=True) if ok) / num_eligible
-        drafting_ms = self._host_ms(len(requests), planned.begins)
-        host_ms = 0.0 if any(planned.counts) else drafting_ms
+        host_ms = 0.0 if any(planned.counts) else self._host_ms(len(requests), planned.begins)
         extra_ms = [
             host_ms + source_ms(count) + self.nodes_ms(planned, nodes * count)
             for count in range(1, num_eligible + 1)
         ]
         best = best_group(extra, eligible, without, step_ms, extra_ms)
-        for index in best:
-            wanted[index] = True
         relative_cost = extra_ms[-1] / step_ms
         # While one of them asks once more the others wait: they ask together, or none does.
         due = [
@@ -432,17 +428,15 @@ class Planner:
             for gain, possible in zip(gains, eligible, strict=True)
         ]
         probes = not best and 2 * sum(due) >= num_eligible
+        wanted = [possible and (probes or i in best) for i, possible in enumerate(eligible)]
         # What each of them has to gain so that the others' loss is made up for.
         gain_for_source = relative_cost * len(requests) / num_eligible
         for index, gain in enumerate(gains):
             if not eligible[index]:
                 continue
-            decision = name if wanted[index] else f"no_{name}"
-            if probes:
-                wanted[index] = True
-                decision = f"{name}_probe"
-            self.decisions[decision if may else f"no_{name}"] += 1
             asked = wanted[index] and may
+            decision = f"{name}_probe" if probes else name
+            self.decisions[decision if asked else f"no_{name}"] += 1
             nodes_without = requests[index].state.taken[: planned.counts[index]]
             gain.decided(
                 expected[index],
