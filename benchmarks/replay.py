@@ -33,7 +33,7 @@ CPU_COST = CostModel(
 # An 8B model on one GPU: nearly flat up to 32 tokens, then a step per tile.
 GPU_COST = CostModel(
     verify_points=((1, 6.7), (32, 6.9), (33, 8.0), (64, 8.2), (65, 9.5), (128, 11.5)),
-    context_ms_per_token=4.4e-5,
+    context_points=((1, 4.4e-5),),
     draft_points=((0, 6.5), (4096, 6.7)),
 )
 COSTS = {"cpu": CPU_COST, "gpu": GPU_COST}

@@ -8,7 +8,7 @@ from vllm_tokenswift.draft.cost import CostModel
 
 COST = CostModel(
     verify_points=((17, 34.2), (1, 18.4), (5, 22.2), (9, 26.7)),
-    context_ms_per_token=0.001,
+    context_points=((1, 0.001),),
     chain_ms=0.5,
     chain_context_ms_per_token=0.002,
     draft_points=((512, 17.0), (4096, 20.0)),
@@ -55,6 +55,21 @@ def test_context_and_chains_add_linearly() -> None:
     assert COST.chain_cost_ms(1000) == pytest.approx(0.5 + 2.0)
 
 
+def test_a_prefix_costs_more_where_more_rows_read_it() -> None:
+    cost = replace(COST, context_points=((9, 0.005), (1, 0.001), (5, 0.003), (17, 0.0049)))
+    assert cost.context_ms(1000) == pytest.approx(1.0)
+    assert cost.context_ms(1000, 3) == pytest.approx(2.0)
+    assert cost.context_ms(1000, 40) == pytest.approx(5.0)  # more rows take no less
+    assert cost.verify_ms(5, 1000) == pytest.approx(22.2 + 3.0)
+    assert cost.tree_ms(4, 0, 1000) == cost.verify_ms(5, 1000)
+    curve = cost.step_curve_ms(1, 30, 0.0, 1000)
+    assert curve.tolist() == pytest.approx([cost.verify_ms(n, 1000) for n in range(1, 32)])
+    # Of four requests, each has a row more with every fourth node.
+    of_four = cost.step_curve_ms(4, 16, 0.0, 4000, 4)
+    assert of_four[16] == pytest.approx(cost.verify_ms(20) + 4 * cost.context_ms(1000, 5))
+    assert CostModel.from_json(cost.to_json()) == cost
+
+
 def test_a_draft_pass_costs_by_the_cache_it_reads_and_the_rows_it_adds() -> None:
     assert COST.draft_pass_ms(512) == pytest.approx(17.0)
     assert COST.draft_pass_ms(2 * 512, 2) > COST.draft_pass_ms(512) + COST.verify_ms(2) - 18.5
@@ -82,10 +97,12 @@ def test_json_of_something_else_is_refused(text: str) -> None:
         {"verify_points": ((1, 0.0),)},
         {"verify_points": ((1, float("nan")),)},
         {"verify_points": ((1, 1.0),), "chain_ms": -1.0},
+        {"verify_points": ((1, 1.0),), "context_points": ((0, 0.1),)},
+        {"verify_points": ((1, 1.0),), "context_points": ((1, -0.1),)},
     ],
 )
 def test_times_that_no_machine_has_are_refused(fields: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"verify_points|chain_ms"):
+    with pytest.raises(ValueError, match=r"verify_points|chain_ms|context_points"):
         CostModel(**fields)  # type: ignore[arg-type]
 
 

@@ -25,7 +25,7 @@ CPU = CostModel(
 )
 GPU = CostModel(
     verify_points=((1, 6.7), (32, 6.9), (33, 8.0), (64, 8.2), (65, 9.5), (128, 11.5)),
-    context_ms_per_token=4.4e-5,
+    context_points=((1, 4.4e-5),),
     draft_points=((0, 6.5), (4096, 6.7)),
 )
 MACHINES = [pytest.param(CPU, id="cpu"), pytest.param(GPU, id="gpu")]
@@ -186,7 +186,7 @@ def test_the_self_draft_pass_is_not_wanted_within_the_budget() -> None:
 
 def test_the_self_draft_pass_is_wanted_where_it_is_cheap_and_the_text_unsure() -> None:
     long_context = CostModel(
-        verify_points=((1, 7.0), (33, 7.2)), context_ms_per_token=1e-3, draft_points=((512, 7.0),)
+        verify_points=((1, 7.0), (33, 7.2)), context_points=((1, 1e-3),), draft_points=((512, 7.0),)
     )
     text = never_repeating(30_000)
     heads = noisy_heads(text, [[0.9], [0.2, 0.1, 0.05]], free=False)
@@ -438,6 +438,60 @@ def test_a_batch_asks_a_source_again_all_together_and_not_each_when_it_likes() -
     alone, together = asking(1), asking(4)
     assert set(together) == {0.0, 1.0}
     assert 1 < sum(together) <= sum(alone)
+
+
+# -- where more rows of a prefix cost more ------------------------------------------------
+
+# As measured on two cores: a row of 1,000 tokens takes a millisecond and a half.
+COMPUTE_BOUND = replace(
+    CPU, chain_ms=0.0, chain_context_ms_per_token=0.0, context_points=((1, 3e-3), (17, 18e-3))
+)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_the_longer_the_text_the_fewer_nodes_where_each_reads_it_again(number: int) -> None:
+    counts = []
+    for length in (500, 20_000):
+        requests = [
+            DraftRequest(state_after(varied(3000)), None, length, 16) for _ in range(number)
+        ]
+        plan = Planner(COMPUTE_BOUND).plan_once(requests, 0)
+        counts.append(sum(plan.counts))
+        rows = number + sum(plan.counts)
+        step_ms = COMPUTE_BOUND.verify_ms(rows) + COMPUTE_BOUND.context_ms(
+            number * length, rows / number
+        )
+        assert plan.step_ms == pytest.approx(step_ms, rel=0.02)
+    assert counts[0] >= 1.5 * counts[1]
+
+
+def test_a_text_of_any_length_is_never_slower() -> None:
+    """By a model of costs that knows what rows cost there."""
+    for text in (varied(6000), digits(6000)):
+        result = replay(text, Planner(COMPUTE_BOUND), 16, prompt_len=4500)
+        assert result.plain_ms / result.step_ms >= 0.97
+
+
+def test_what_a_source_of_more_rows_costs_is_weighed_with_the_prefix() -> None:
+    planner = Planner(COMPUTE_BOUND)
+    near, far = (
+        planner.plan_once([DraftRequest(state_after(loop(300)), None, length, 0)], 0)
+        for length in (500, 20_000)
+    )
+    beside = planner.nodes_ms(far, 4) - planner.nodes_ms(near, 4)
+    assert beside == pytest.approx(19_500 * 4 * 15e-3 / 16)
+
+
+def test_a_wide_step_of_long_texts_is_as_dear_as_its_rows_make_it() -> None:
+    dear = replace(PADDED, context_points=((1, 1e-4), (4, 1e-4), (16, 5e-3)))
+    planner = Planner(dear, shapes_of=lambda num: SHAPES.get(num, ()))
+    for length, counts in ((50, [15, 15]), (4000, [3, 3])):
+        requests = [DraftRequest(state_after(loop(400)), None, length, 15) for _ in range(2)]
+        plan = planner.plan_once(requests, 0)
+        assert plan.counts == counts
+        width = 1 + counts[0]
+        step_ms = dear.verify_ms(2 * width) + dear.context_ms(2 * length, width)
+        assert plan.step_ms == pytest.approx(step_ms)
 
 
 # -- where all requests of a step have as many rows -------------------------------------

@@ -217,10 +217,10 @@ def steps_until_fresh_blocks(hit_rate_when_old: float, cost: CostModel, steps: i
 
 
 CHEAP_TO_SELECT = CostModel(
-    ((1, 10.0), (33, 10.5)), context_ms_per_token=1e-3, draft_points=((0, 9.0),)
+    ((1, 10.0), (33, 10.5)), context_points=((1, 1e-3),), draft_points=((0, 9.0),)
 )
 DEAR_TO_SELECT = CostModel(
-    ((1, 10.0), (33, 10.5)), context_ms_per_token=1e-2, draft_points=((0, 9.0),)
+    ((1, 10.0), (33, 10.5)), context_points=((1, 1e-2),), draft_points=((0, 9.0),)
 )
 
 

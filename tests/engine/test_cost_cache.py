@@ -29,12 +29,12 @@ from vllm_tokenswift.engine.cost_cache import (
     read_cost,
     write_cost,
 )
-from vllm_tokenswift.engine.cost_curve import CostCurve, single_request_shapes
+from vllm_tokenswift.engine.cost_curve import Contexts, CostCurve, single_request_shapes
 from vllm_tokenswift.heads.model import DraftHeads
 
 COST = CostModel(
     ((1, 18.4), (5, 22.2)),
-    context_ms_per_token=0.001,
+    context_points=((1, 0.001),),
     chain_ms=0.5,
     chain_context_ms_per_token=0.002,
     draft_points=((512, 17.0),),
@@ -88,7 +88,13 @@ def test_nothing_is_left_beside_the_file(home: Path) -> None:
 
 
 def key_of(model: Path, **changes: Any) -> dict[str, Any]:
-    given = {"dtype": "float32", "max_nodes": 8, "contexts": (32, 512), "heads": None, **changes}
+    given = {
+        "dtype": "float32",
+        "max_nodes": 8,
+        "contexts": Contexts(32, 512, 512),
+        "heads": None,
+        **changes,
+    }
     config = EngineArgs(
         str(model), dtype=given["dtype"], skip_tokenizer_init=True, enforce_eager=True
     ).create_engine_config()
@@ -109,7 +115,8 @@ def test_every_part_of_the_configuration_has_a_file_of_its_own(
         key_of(tiny_model),
         key_of(tiny_model, dtype="bfloat16"),
         key_of(tiny_model, max_nodes=9),
-        key_of(tiny_model, contexts=(32, 256)),
+        key_of(tiny_model, contexts=Contexts(32, 256, 256)),
+        key_of(tiny_model, contexts=Contexts(32, 512, 1024)),
         key_of(tiny_model, block_size=64),
         key_of(tiny_model, heads=DraftHeads("linear", 3, 128, 1e-6)),
         key_of(tiny_model, heads=DraftHeads("released", 3, 128, 1e-6)),
@@ -163,9 +170,39 @@ def test_a_machine_that_does_something_else_half_of_the_time_is_measured_as_if_i
 
     curve = CostCurve(attention, make_pass, lambda _: None, None, None, torch.device("cpu"))
     shapes = single_request_shapes(3)
-    cost = curve.measure(shapes, 32, 32)
+    cost = curve.measure(shapes, Contexts(32, 32, 32))
     assert [cost.verify_ms(n) for n in (1, 2, 3, 4)] == pytest.approx([1, 2, 3, 4], abs=0.9)
     assert curve.plain_ms(shapes, 32) == pytest.approx(1, abs=0.9)
+
+
+def test_what_prefixes_cost_is_measured_for_a_row_and_for_many() -> None:
+    """A row takes a millisecond and one more for each 100 tokens of prefix, as on a CPU."""
+    attention: Any = SimpleNamespace(block_size=16, chains_cost=False)
+
+    def make_pass(query_lens: Sequence[int], context: int, tree: object) -> Callable[[], None]:
+        return lambda: time.sleep(sum(query_lens) * (1 + context / 100) / 1000)
+
+    curve = CostCurve(attention, make_pass, lambda _: None, None, None, torch.device("cpu"))
+    cost = curve.measure(single_request_shapes(3), Contexts(10, 210, 410))
+    assert [rows for rows, _ in cost.context_points] == [1, 2, 4]
+    for rows in (1, 2, 3, 4):
+        assert cost.verify_ms(rows, 1000) == pytest.approx(11 * rows, rel=0.15)
+    assert cost.draft_pass_ms(210) == pytest.approx(3.1, abs=0.9)
+
+
+def test_prefixes_are_timed_far_from_the_beginning_on_a_gpu_where_there_is_room() -> None:
+    attention: Any = SimpleNamespace(block_size=16, chains_cost=False)
+    shapes = single_request_shapes(7)
+
+    def contexts(device: str, num_blocks: int, max_model_len: int) -> Contexts:
+        curve = CostCurve(attention, None, None, None, None, torch.device(device))  # type: ignore[arg-type]
+        return curve.contexts(shapes, num_blocks, max_model_len)
+
+    assert contexts("cuda", 10_000, 100_000) == Contexts(32, 4096, 32_768)
+    assert contexts("cuda", 1001, 100_000) == Contexts(32, 4096, 16_000 - 8)
+    assert contexts("cuda", 10_000, 3000) == Contexts(32, 3000 - 8, 3000 - 8)
+    assert contexts("cpu", 10_000, 100_000) == Contexts(32, 4096, 4096)
+    assert not contexts("cpu", 10_000, 72).differ
 
 
 @pytest.mark.engine

@@ -65,7 +65,7 @@ def test_the_report_names_every_cause_and_the_oracle_s_time(record: Record) -> N
 
 
 def test_a_pass_costs_a_plain_row_where_none_could_be_measured() -> None:
-    cost = CostModel(verify_points=((1, 10.0),), context_ms_per_token=0.1)
+    cost = CostModel(verify_points=((1, 10.0),), context_points=((1, 0.1),))
     options = TokenSwiftOptions(budget_tokens=32)
     decode = Iteration(100, 1, passes=2)
     record = Record("r", 100, [0] * 101, cost, options, [decode])

@@ -51,7 +51,10 @@ def _with(**values: Any) -> str:
         (_with(format=99), "format 99"),
         (_with(sources=["self"]), "sources"),
         (_without("token_ids"), "'token_ids' is missing"),
-        (_with(cost={"verify_points": [], "draft_points": []}), "verify_points is empty"),
+        (
+            _with(cost={"verify_points": [], "draft_points": [], "context_points": []}),
+            "verify_points is empty",
+        ),
         (_with(options={"plan": "no"}), "plan is 'no'"),
         (_with(token_ids=[1, 2]), "come to 80 tokens, and token_ids holds 2"),
         (_with(prompt_len=9), "iteration 0 stands at position 10, and 9 tokens"),

@@ -170,7 +170,7 @@ def test_causes_are_never_negative_and_add_up_to_spent_less_oracle(
 ) -> None:
     cost = CostModel(
         verify_points=((1, 10.0), (2, 11.0), (4, 10.5), (5, 15.0), (17, 40.0)),
-        context_ms_per_token=0.01,
+        context_points=((1, 0.01),),
         chain_ms=0.4,
         draft_points=((0, 8.0), (64, 9.0)),
     )

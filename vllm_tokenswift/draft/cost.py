@@ -25,7 +25,10 @@ class CostModel:
         least one. Linear between points, and beyond the last point at the slope of the last
         segment, never falling there. Between points they may fall: on a CPU three to six rows
         can take less time than one or two, for which its matrix products have another kernel.
-    context_ms_per_token: what each token of context read by the batch adds.
+    context_points: (query rows of a request, ms that each token of its prefix adds to a pass), or
+        empty where prefixes cost nothing. More rows take no less: on a CPU attention is
+        compute-bound, so that 33 rows of a long text cost ten times what one costs; on a GPU
+        the rows of a tile share what is read, and the next tile reads it again.
     chain_ms: what each attention chain besides a request's main one adds, and
     chain_context_ms_per_token: per token of the prefix that it reads again. On the CPU every
         side branch of a tree is a chain; on a GPU the whole tree shares one read (both 0).
@@ -45,7 +48,7 @@ class CostModel:
 
     verify_points: Points
     _: KW_ONLY
-    context_ms_per_token: float = 0.0
+    context_points: Points = ()
     chain_ms: float = 0.0
     chain_context_ms_per_token: float = 0.0
     draft_points: Points = ()
@@ -63,9 +66,13 @@ class CostModel:
             if any(not (size >= 0 and ms > 0) for size, ms in points):
                 raise ValueError(f"{name} must hold sizes >= 0 and times > 0, got {points}")
             object.__setattr__(self, name, _by_size(points))
+        if any(not (rows >= 1 and ms >= 0) for rows, ms in self.context_points):
+            raise ValueError(
+                f"context_points must hold rows >= 1 and times >= 0, got {self.context_points}"
+            )
         object.__setattr__(self, "draft_points", _monotone(self.draft_points))
+        object.__setattr__(self, "context_points", _monotone(_by_size(self.context_points)))
         for name in (
-            "context_ms_per_token",
             "chain_ms",
             "chain_context_ms_per_token",
             "heads_ms",
@@ -78,14 +85,14 @@ class CostModel:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
 
     def verify_ms(self, num_tokens: int, context_tokens: int = 0, num_chains: int = 0) -> float:
-        """A target pass over ``num_tokens`` query tokens.
+        """A target pass over ``num_tokens`` query tokens, of one request where it has a context.
 
-        context_tokens: prefix lengths summed over the batch. num_chains: attention chains
-            besides each request's main one (their prefix costs: see :meth:`chain_cost_ms`).
+        context_tokens: length of its prefix. num_chains: attention chains besides its main one
+            (their prefix costs: see :meth:`chain_cost_ms`).
         """
         return (
             _interpolate(self.verify_points, num_tokens)
-            + self.context_ms(context_tokens)
+            + self.context_ms(context_tokens, num_tokens)
             + self.chain_ms * num_chains
         )
 
@@ -96,31 +103,37 @@ class CostModel:
         return self.verify_ms(1 + num_nodes, context_len) + chains_ms + host_ms
 
     def step_curve_ms(
-        self, num_plain: int, most_nodes: int, drafting_ms: float = 0.0
+        self,
+        num_plain: int,
+        most_nodes: int,
+        drafting_ms: float = 0.0,
+        context_tokens: int = 0,
+        num_requests: int = 1,
     ) -> npt.NDArray[np.float64]:
         """float64 ``[most_nodes + 1]``: a step of ``num_plain`` query tokens and, by number,
-        draft nodes; without context. drafting_ms: of the host, for any nodes at all."""
+        draft nodes. drafting_ms: of the host, for any nodes at all. context_tokens: prefix
+        lengths of ``num_requests``, which the nodes are drafted for, summed."""
         curve = self.verify_curve_ms(num_plain, num_plain + most_nodes)
         curve[1:] += drafting_ms
+        if context_tokens and self.context_points:
+            rows = 1.0 + np.arange(most_nodes + 1) / num_requests
+            curve += context_tokens * _interpolated(self.context_points, rows)
         return curve
 
     def host_drafting_ms(self, num_requests: int) -> float:
         """What it costs the host to draft from the texts of so many requests, one at least."""
         return self.drafting_ms + self.drafting_request_ms * (num_requests - 1)
 
-    def context_ms(self, context_tokens: int) -> float:
-        """What reading ``context_tokens`` of prefix adds to a pass."""
-        return self.context_ms_per_token * context_tokens
+    def context_ms(self, context_tokens: int, num_rows: float = 1.0) -> float:
+        """What prefixes of ``context_tokens`` in all add to a pass, of requests with ``num_rows``
+        query rows each (on average)."""
+        if not self.context_points:
+            return 0.0
+        return context_tokens * _interpolate(self.context_points, num_rows)
 
     def verify_curve_ms(self, first: int, last: int) -> npt.NDArray[np.float64]:
         """float64 ``[last - first + 1]``: a pass over ``first..last`` tokens, no context."""
-        sizes, times = _columns(self.verify_points)
-        tokens = np.arange(first, last + 1)
-        curve: npt.NDArray[np.float64] = np.interp(tokens, sizes, times)
-        beyond = tokens > sizes[-1]
-        if beyond.any():
-            curve[beyond] += _last_slope(self.verify_points) * (tokens[beyond] - sizes[-1])
-        return curve
+        return _interpolated(self.verify_points, np.arange(first, last + 1, dtype=np.float64))
 
     @property
     def chains_cost(self) -> bool:
@@ -164,7 +177,7 @@ class CostModel:
         """Raises ValueError where the text is not a cost model's."""
         fields = json.loads(text)
         try:
-            for name in ("verify_points", "draft_points"):
+            for name in ("verify_points", "draft_points", "context_points"):
                 fields[name] = tuple((float(size), float(ms)) for size, ms in fields[name])
             return cls(**fields)
         except (KeyError, TypeError) as error:
@@ -180,10 +193,6 @@ def _monotone(points: Points) -> Points:
     """No time below one of a smaller size: reading more takes no less, but for noise."""
     slowest = accumulate((ms for _, ms in points), max)
     return tuple((size, ms) for (size, _), ms in zip(points, slowest, strict=True))
-
-
-def _columns(points: Points) -> tuple[list[float], list[float]]:
-    return [size for size, _ in points], [ms for _, ms in points]
 
 
 def _last_slope(points: Points) -> float:
@@ -204,3 +213,11 @@ def _interpolate(points: Points, size: float) -> float:
         return upper_ms
     lower_size, lower_ms = points[above - 1]
     return lower_ms + (upper_ms - lower_ms) / (upper_size - lower_size) * (size - lower_size)
+
+
+def _interpolated(points: Points, sizes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The same of many sizes."""
+    measured, times = zip(*points, strict=True)
+    curve: npt.NDArray[np.float64] = np.interp(sizes, measured, times)
+    curve += _last_slope(points) * np.maximum(sizes - measured[-1], 0.0)
+    return curve

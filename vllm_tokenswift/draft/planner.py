@@ -49,8 +49,11 @@ _TIMES_TO_BEGIN = 4.0
 _LOOK_SHARE = 0.25
 # Share of the time that may go into self-draft passes which only ask whether they pay again.
 _PROBE_SHARE = 0.01
-# Curves kept by (tokens, nodes) of a step; a batch of changing size needs a few hundred.
+# Curves kept of steps; a batch of changing size, or whose texts grow, needs a few hundred.
 _MAX_CURVES = 1024
+# Tokens of a request's prefix for which steps have one curve. Ten rows of as many more took a CPU
+# half a millisecond of thirty.
+_CURVE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +129,8 @@ class Planner:
         self.budget = budget
         self.mode = mode
         self._shapes_of = shapes_of
-        self._padded: dict[int, tuple[Ints, Floats]] = {}
-        self._curves: dict[tuple[int, int, float], tuple[Floats, Floats]] = {}
+        self._padded: dict[int, tuple[Ints, Floats, Floats]] = {}
+        self._curves: dict[tuple[float, ...], tuple[Floats, Floats]] = {}
         self._planned: StepPlan | None = None
         self.decisions: dict[str, int] = dict.fromkeys(
             (
@@ -204,9 +207,12 @@ class Planner:
         limits = [max(request.limit, 0) for request in requests]
         num_plain = len(requests) + num_other_tokens
         host_ms = self._host_ms(len(requests), begins)
-        curve_ms, cheapest_ms = self._curve(num_plain, sum(limits), host_ms)
+        context_tokens = sum(request.context_len for request in requests)
+        curve_ms, cheapest_ms = self._curve(
+            num_plain, sum(limits), host_ms, context_tokens, len(requests)
+        )
         spent_ms = self._spent_ms(requests)
-        fixed_ms = self.cost.context_ms(sum(r.context_len for r in requests)) + spent_ms
+        fixed_ms = self.cost.context_ms(context_tokens) + spent_ms
         undrafted_ms = float(curve_ms[0]) + fixed_ms
         # In a step of at most twice that time no node pays which is less likely.
         least_chance = len(requests) * float(cheapest_ms[0]) / (2 * undrafted_ms)
@@ -219,9 +225,9 @@ class Planner:
         each = [r.state.probabilities[:n] for r, n in zip(requests, offered, strict=True)]
         chances = each[0] if len(each) == 1 else np.concatenate(each)
         numbers = np.array(offered)
-        widths, padded_ms = self._padded_steps(num_plain)
+        widths, padded_ms, token_ms = self._padded_steps(num_plain)
         if len(widths) > 1:
-            ms = padded_ms + fixed_ms
+            ms = padded_ms + context_tokens * token_ms + fixed_ms
             ms[1:] += host_ms
             per_request, expected, step_ms = pay_off_padded(chances, numbers, widths, ms)
         else:
@@ -264,9 +270,9 @@ class Planner:
                 added_ms += saved_ms
         return added_ms
 
-    def _padded_steps(self, num_requests: int) -> tuple[Ints, Floats]:
-        """Rows of each request, 1 at first, and what a step of that many takes. One request's
-        are in the curve."""
+    def _padded_steps(self, num_requests: int) -> tuple[Ints, Floats, Floats]:
+        """Rows of each request, 1 at first, what a step of that many takes, and what each token
+        of prefix adds to it besides what it adds to one row. One request's are in the curve."""
         found = self._padded.get(num_requests)
         if found is None:
             shapes = [(1, num_requests)]
@@ -274,20 +280,35 @@ class Planner:
                 shapes += self._shapes_of(num_requests)
             widths, rows = zip(*shapes, strict=True)
             ms = np.array([self.cost.verify_ms(number) for number in rows])
-            found = self._padded[num_requests] = np.array(widths, np.int32), ms
+            token_ms = np.array([self.cost.context_ms(1, width) for width in widths])
+            found = np.array(widths, np.int32), ms, token_ms - token_ms[0]
+            self._padded[num_requests] = found
         return found
 
     def _host_ms(self, num_requests: int, begins: bool) -> float:
         """The host's time that counts against drafts; begins: see :class:`StepPlan`."""
         return (_TIMES_TO_BEGIN if begins else 1.0) * self.cost.host_drafting_ms(num_requests)
 
-    def _curve(self, num_plain: int, most_nodes: int, drafting_ms: float) -> tuple[Floats, Floats]:
-        """By number of nodes: the step's ms, and the least that any further node adds."""
-        key = (num_plain, most_nodes, drafting_ms)
+    def _curve(
+        self,
+        num_plain: int,
+        most_nodes: int,
+        drafting_ms: float,
+        context_tokens: int,
+        num_requests: int,
+    ) -> tuple[Floats, Floats]:
+        """By number of nodes: the step's ms but for what prefixes cost a plain decode, and the
+        least that any further node adds."""
+        tokens = _CURVE_TOKENS * num_requests
+        context_tokens = (context_tokens + tokens // 2) // tokens * tokens
+        key = (num_plain, most_nodes, drafting_ms, context_tokens, num_requests)
         if key not in self._curves:
             if len(self._curves) >= _MAX_CURVES:
                 self._curves.clear()
-            curve = self.cost.step_curve_ms(num_plain, most_nodes, drafting_ms)
+            curve = self.cost.step_curve_ms(
+                num_plain, most_nodes, drafting_ms, context_tokens, num_requests
+            )
+            curve -= self.cost.context_ms(context_tokens)
             steps = np.diff(curve, append=np.inf)
             cheapest = np.minimum.accumulate(steps[::-1])[::-1]
             self._curves[key] = (curve, cheapest.copy())
@@ -308,8 +329,14 @@ class Planner:
 
     def nodes_ms(self, plan: StepPlan, more: float, besides: int = 0) -> float:
         """What nodes (on average) add to a step that has those of its plan, and some besides."""
-        num_rows = len(plan.requests) + plan.num_other_tokens + sum(plan.counts) + besides
-        return self.cost.rows_ms(num_rows, more)
+        num_requests = len(plan.requests)
+        num_rows = num_requests + sum(plan.counts) + besides
+        context_tokens = sum(request.context_len for request in plan.requests)
+        now_ms, then_ms = (
+            self.cost.context_ms(context_tokens, rows / num_requests)
+            for rows in (num_rows, num_rows + more)
+        )
+        return self.cost.rows_ms(num_rows + plan.num_other_tokens, more) + then_ms - now_ms
 
     def passes_ms(self, requests: Sequence[DraftRequest], passes: Sequence[int]) -> float:
         """Draft passes of a step; passes: in a row, of each request."""

@@ -27,7 +27,7 @@ from vllm.logger import init_logger
 
 import vllm_tokenswift
 from vllm_tokenswift.draft.cost import CostModel
-from vllm_tokenswift.engine.cost_curve import CostCurve, Shape
+from vllm_tokenswift.engine.cost_curve import Contexts, CostCurve, Shape
 from vllm_tokenswift.heads.files import write_text_whole
 from vllm_tokenswift.heads.model import DraftHeads
 from vllm_tokenswift.home import cache_home
@@ -60,8 +60,8 @@ def cached_cost(
     contexts = curve.contexts(shapes, runner.kv_cache_config.num_blocks, runner.max_model_len)
     return measured_once(
         cost_key(runner.vllm_config, curve, runner.drafter.heads, shapes, contexts),
-        lambda: completed(curve.measure(shapes, *contexts)),
-        lambda: curve.plain_ms(shapes, contexts[0]),
+        lambda: completed(curve.measure(shapes, contexts)),
+        lambda: curve.plain_ms(shapes, contexts.short),
     )
 
 
@@ -109,7 +109,7 @@ def cost_key(
     curve: CostCurve,
     heads: DraftHeads | None,
     shapes: Sequence[Shape],
-    contexts: tuple[int, int],
+    contexts: Contexts,
 ) -> Key:
     """Everything known to change what passes cost.
 
@@ -140,7 +140,7 @@ def cost_key(
         "block_size": curve.attention.block_size,
         "max_side_chains": curve.attention.max_side_chains,
         "shapes": [[shape.query_lens, shape.num_rows] for shape in shapes],
-        "contexts": contexts,
+        "contexts": [contexts.short, contexts.long, contexts.far],
         "compilation_mode": compilation.mode.name,
         "cudagraph_mode": compilation.cudagraph_mode.name,
     }

@@ -25,7 +25,12 @@ from vllm_tokenswift.engine.verify_plan import TreeRows, VerifyPlan
 from vllm_tokenswift.tree import DraftTree
 
 LONG_CONTEXT_TOKENS = 4096
+# Where a GPU's passes are timed for what prefixes cost: 4,096 tokens are 0.1 ms of an 8B model's
+# 4.7, too little to foretell what 100,000 cost.
+FAR_CONTEXT_TOKENS = 32_768
 REPETITIONS = 11
+# Of two numbers of rows at which prefixes are timed; between them their cost is near to linear.
+_TIMES_MORE_ROWS = 1.8
 
 
 Pass = Callable[[], Any]
@@ -43,6 +48,24 @@ class Shape:
 
     query_lens: tuple[int, ...]
     num_rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """Tokens before the rows of the passes that are timed.
+
+    short: where prefixes cost next to nothing. long: about what a draft pass reads. far: where it
+    shows what prefixes cost.
+    """
+
+    short: int
+    long: int
+    far: int
+
+    @property
+    def differ(self) -> bool:
+        """Whether there is room enough to tell what a prefix costs."""
+        return self.long > 2 * self.short
 
 
 def single_request_shapes(max_nodes: int) -> list[Shape]:
@@ -77,8 +100,9 @@ class CostCurve:
         self.host_bound = host_bound
         self.device = device
 
-    def measure(self, shapes: Sequence[Shape], short: int, long: int) -> CostModel:
-        """shapes: ascending, the first a plain decode; short, long: see :meth:`contexts`."""
+    def measure(self, shapes: Sequence[Shape], contexts: Contexts) -> CostModel:
+        """shapes: ascending, the first a plain decode."""
+        short, long, far = contexts.short, contexts.long, contexts.far
         # In rounds over all passes: a machine whose speed drifts slows all of them alike.
         works: dict[str, MakeWork] = {
             f"verify {i}": self._target_pass(shape.query_lens, short)
@@ -89,10 +113,12 @@ class CostCurve:
             works["heads"] = lambda: heads
         if self.host_bound is not None:
             works["host bound"] = self._target_pass([1], short, self.host_bound)
-        has_long = long > 2 * short
-        lengths = (short, long) if has_long and self.attention.chains_cost else ()
-        if has_long:
+        reading = _fewer(shapes) if contexts.differ else []
+        for i in reading:
+            works[f"far {i}"] = self._target_pass(shapes[i].query_lens, far)
+        if contexts.differ:
             works["long"] = self._target_pass([1], long)
+        lengths = (short, long) if contexts.differ and self.attention.chains_cost else ()
         for length in lengths:
             # One branch: the first costs most (its rows are written again in every layer),
             # and most trees that branch have one or two.
@@ -108,9 +134,13 @@ class CostCurve:
             (n, fastest[f"verify {i}"]) for i, s in enumerate(shapes) for n in s.num_rows
         )
         heads_ms, host_bound_ms = fastest.get("heads", 0.0), fastest.get("host bound", 0.0)
-        if not has_long:
+        if not contexts.differ:
             return CostModel(verify, heads_ms=heads_ms, host_bound_ms=host_bound_ms)
-        context = max(0.0, (fastest["long"] - verify[0][1]) / (long - short))
+        context_points = tuple(
+            (n, max(0.0, fastest[f"far {i}"] - fastest[f"verify {i}"]) / (far - short))
+            for i in reading
+            for n in shapes[i].num_rows
+        )
         chain_short = chain_context = 0.0
         if lengths:
             per_chain = [
@@ -122,7 +152,7 @@ class CostCurve:
         draft = ((short, verify[0][1]), (long, fastest["long"]))
         return CostModel(
             verify,
-            context_ms_per_token=context,
+            context_points=context_points,
             chain_ms=chain_short,
             chain_context_ms_per_token=chain_context,
             draft_points=draft,
@@ -135,20 +165,14 @@ class CostCurve:
         works = {"plain": self._target_pass(shapes[0].query_lens, short)}
         return min(self._rounds(works)["plain"])
 
-    def contexts(
-        self, shapes: Sequence[Shape], num_blocks: int, max_model_len: int
-    ) -> tuple[int, int]:
-        """The short and the long context, in tokens, at which passes are timed.
-
-        num_blocks: blocks of the (empty) cache.
-        """
+    def contexts(self, shapes: Sequence[Shape], num_blocks: int, max_model_len: int) -> Contexts:
+        """At which passes are timed. num_blocks: blocks of the (empty) cache."""
         most_rows = max(max(shape.query_lens) for shape in shapes)
-        long = min(
-            LONG_CONTEXT_TOKENS,
-            max_model_len - most_rows,
-            (num_blocks - 1) * self.attention.block_size - most_rows,
-        )
-        return min(32, long), long
+        cached = (num_blocks - 1) * self.attention.block_size
+        room = min(max_model_len, cached) - most_rows
+        long = min(LONG_CONTEXT_TOKENS, room)
+        far = min(FAR_CONTEXT_TOKENS, room) if self.device.type == "cuda" else long
+        return Contexts(min(32, long), long, far)
 
     def _target_pass(
         self,
@@ -184,6 +208,18 @@ class CostCurve:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def _fewer(shapes: Sequence[Shape]) -> list[int]:
+    """Of one request's shapes those at which prefixes are timed: the first, the last, and those
+    between that have many more rows than the one before."""
+    single = [i for i, shape in enumerate(shapes) if len(shape.query_lens) == 1]
+    chosen = single[:1]
+    for i in single[1:]:
+        rows, before = shapes[i].query_lens[0], shapes[chosen[-1]].query_lens[0]
+        if rows >= _TIMES_MORE_ROWS * before or i == single[-1]:
+            chosen.append(i)
+    return chosen
 
 
 def attention_pass(

@@ -15,7 +15,7 @@ from vllm_tokenswift.draft.state import DraftState
 from vllm_tokenswift.options import TokenSwiftOptions
 from vllm_tokenswift.tree import BySource, Source
 
-FORMAT = 2
+FORMAT = 3
 
 NO_NODES: BySource = (0,) * len(Source)
 PROMPT = "prompt"

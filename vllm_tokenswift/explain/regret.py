@@ -98,9 +98,7 @@ def _regret(iteration: Iteration, record: Record, offered: int) -> Regret:
         useful_ms += heads_ms
         idle_heads_ms = 0.0
 
-    chains_ms = cost.step_curve_ms(1, offered, cost.drafting_ms) + cost.context_ms(
-        iteration.position
-    )
+    chains_ms = cost.step_curve_ms(1, offered, cost.drafting_ms, iteration.position)
     paces = chains_ms / np.arange(1, 2 + offered)
     as_short = min(useful_ms / emitted, float(paces[: accepted + 1].min()))
     rest_ms = useful_ms - emitted * as_short
