@@ -29,6 +29,19 @@ def test_some_thirty_looks_in_vain_come_before_the_first_rest() -> None:
     assert rests([tired(40)])
 
 
+def test_a_batch_in_which_nothing_comes_rests_the_sooner_the_more_requests_it_has() -> None:
+    assert not rests([tired(3)] * 16)
+    assert rests([tired(8)] * 16)
+    assert not rests([tired(10)] * 4)
+    assert rests([tired(20)] * 4)
+
+
+def test_a_request_that_joins_a_batch_brings_its_share_of_trust() -> None:
+    assert rests([tired()] * 4)
+    assert not rests([Rest(), tired(60)])
+    assert rests([Rest(), *[tired(60)] * 15])
+
+
 def test_while_nothing_comes_one_step_in_four_is_looked_at() -> None:
     rest, looked = tired(), []
     for _ in range(40):

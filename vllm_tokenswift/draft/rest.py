@@ -5,7 +5,8 @@ processor's caches: on a CPU a look takes as long for four requests as for sixte
 4% of a small model's step. So a batch counts what looking brought it: the tokens emitted beyond
 one, less those that plain decoding would have written in the time that look and drafts took.
 While that is below nothing, only one step in four is looked at; the others go by as if nobody
-speculated.
+speculated. What a new text is trusted with counts once for a batch, whose requests are evidence for
+each other: one request is looked at some thirty times before its first rest, sixteen are six times.
 
 On a GPU no step without drafts waits for a look, but looks take the host, which has the next
 step to make: there the planner says how many may go by (:meth:`Planner.rests_meanwhile`).
@@ -31,11 +32,13 @@ _PRIOR = 0.2
 class Rest:
     """Of one request; a function of texts and the cost model alone, the same on every rank.
 
-    ``gain``: tokens that a look has brought it, on average.
+    ``gain``: tokens that a look has brought it, on average; ``trusted``: what is left in it of
+    those that it started from.
     """
 
     def __init__(self) -> None:
         self.gain = RunningMean(_MEMORY, _PRIOR, _MEMORY)
+        self.trusted = _PRIOR
         self._skipped = 0
         self._lost: float | None = None
 
@@ -64,9 +67,12 @@ class Rest:
         if self._lost is None:
             return
         self.gain.observe(num_tokens - 1 - self._lost)
+        self.trusted -= self.trusted / _MEMORY
         self._lost = None
 
 
 def rests(requests: Sequence[Rest]) -> bool:
     """Whether a batch's next step may go by without a look."""
-    return sum(r.gain.mean for r in requests) < 0 and all(r.may_skip() for r in requests)
+    seen = sum(r.gain.mean - r.trusted for r in requests)
+    trusted = sum(r.trusted for r in requests) / len(requests)
+    return seen + trusted < 0 and all(r.may_skip() for r in requests)
