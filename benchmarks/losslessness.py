@@ -4,12 +4,13 @@
 
 float32: every text must be identical; the exit status says so. On a GPU Triton's kernels (vLLM's
 attention in float32 is one) multiply in TF32 unless they are told otherwise, and then plain vLLM
-differs from itself in other batches: here they are told to multiply in float32. bfloat16: logits have 8
-bits, so that two tokens often tie within rounding, and a pass over several rows rounds
-otherwise than a pass over one. The record holds the rate of prompts that differ, beside the
-rate at which plain vLLM differs from itself in batches of another size, and, for greedy texts,
-how far apart the two tokens' logits were at the first difference. TokenSwift drafts with the
-demo model's heads.
+differs from itself in other batches: here they are told to multiply in float32.
+
+bfloat16: logits have 8 bits, so that two tokens often tie within rounding, and a pass over several
+rows rounds otherwise than a pass over one. The record holds the rate of prompts that differ,
+beside the rate at which plain vLLM differs from itself in batches of another size, and, for greedy
+texts, how far apart the two tokens' logits were at the first difference. TokenSwift drafts with
+the demo model's heads.
 """
 
 from __future__ import annotations
