@@ -214,6 +214,8 @@ def test_an_engine_that_starts_again_plans_with_the_kept_curve_unless_it_was_a_b
     [path] = cost_folder().iterdir()
     kept = json.loads(path.read_text())
     assert CostModel.from_json(json.dumps(kept["cost"])) == measured
+    assert measured.context_points[0][0] == 1
+    assert len(measured.context_points) > 1
     plain_ms = measured.verify_ms(1)
     of_a_quiet_machine = replace(COST, verify_points=((1, plain_ms / 10),))
     of_a_busy_one = replace(COST, verify_points=((1, plain_ms * 10),))

@@ -8,7 +8,7 @@ KV cache; a few seconds. Ranks measure together; all plan with what rank 0 measu
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import sub
 from statistics import median
@@ -29,6 +29,9 @@ LONG_CONTEXT_TOKENS = 4096
 # 4.7, too little to foretell what 100,000 cost.
 FAR_CONTEXT_TOKENS = 32_768
 REPETITIONS = 11
+# Rounds from one to the next in which passes over a long prefix are timed: they take long, and
+# differ from those over a short one by much.
+_FAR_EVERY = 3
 # Of two numbers of rows at which prefixes are timed; between them their cost is near to linear.
 _TIMES_MORE_ROWS = 1.8
 
@@ -40,6 +43,7 @@ MakePass = Callable[[Sequence[int], int, DraftTree | None], Pass]
 timed; without a tree the rows of a request are a chain."""
 MakeWork = Callable[[], Callable[[], object]]
 """Makes what is to be timed."""
+NO_WORKS: Mapping[str, MakeWork] = {}
 
 
 @dataclass(frozen=True)
@@ -114,8 +118,7 @@ class CostCurve:
         if self.host_bound is not None:
             works["host bound"] = self._target_pass([1], short, self.host_bound)
         reading = _fewer(shapes) if contexts.differ else []
-        for i in reading:
-            works[f"far {i}"] = self._target_pass(shapes[i].query_lens, far)
+        far_works = {f"far {i}": self._target_pass(shapes[i].query_lens, far) for i in reading}
         if contexts.differ:
             works["long"] = self._target_pass([1], long)
         lengths = (short, long) if contexts.differ and self.attention.chains_cost else ()
@@ -126,7 +129,7 @@ class CostCurve:
             works[f"branch {length}"] = self._target_pass(
                 [3], length, tree=DraftTree.build([0, 0], [0, 0])
             )
-        times = self._rounds(works)
+        times = self._rounds(works, far_works)
         # Whatever else a machine does only adds to a time. On one shared with others middle times
         # of nine rounds said that five rows cost less than four and no less than nine.
         fastest = {name: min(ms) for name, ms in times.items()}
@@ -189,14 +192,18 @@ class CostCurve:
 
         return make
 
-    def _rounds(self, works: dict[str, MakeWork]) -> dict[str, list[float]]:
-        """Milliseconds of each work in each of REPETITIONS rounds, after one to warm up.
+    def _rounds(
+        self, works: Mapping[str, MakeWork], far_works: Mapping[str, MakeWork] = NO_WORKS
+    ) -> dict[str, list[float]]:
+        """Milliseconds of each work in each of REPETITIONS rounds after one to warm up; of
+        ``far_works`` in every ``_FAR_EVERY``th of them.
 
         Each is made anew before it is timed: passes may share the buffers they read.
         """
-        times: dict[str, list[float]] = {name: [] for name in works}
-        for _ in range(REPETITIONS + 1):
-            for name, make in works.items():
+        times: dict[str, list[float]] = {name: [] for name in (*works, *far_works)}
+        for number in range(REPETITIONS + 1):
+            far_now = NO_WORKS if number % _FAR_EVERY else far_works
+            for name, make in (*works.items(), *far_now.items()):
                 work = make()
                 self._synchronize()
                 start = time.perf_counter()
