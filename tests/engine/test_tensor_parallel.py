@@ -9,17 +9,32 @@ import pytest
 from engine_kit import engine, generate, prompt_of, tokenswift
 from vllm import SamplingParams
 
+from vllm_tokenswift.draft.cost import CostModel
+
+# Measured costs would decide how often heads are asked, and change with what else is running.
+COST = CostModel(verify_points=((1, 10.0), (64, 11.0)), heads_ms=0.1)
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
     SamplingParams(temperature=0.7, seed=2, min_p=0.05, max_tokens=60, ignore_eos=True),
 ]
 
 
+class CostsOfAWorker:
+    """For vLLM's ``worker_extension_cls``: called on all ranks before they write."""
+
+    model_runner: Any
+
+    def plan_with(self, cost: str) -> None:
+        self.model_runner.drafting.planner.cost = CostModel.from_json(cost)
+
+
 def written_by(model: Path, heads: Path, **arguments: Any) -> dict[str, Any]:
     """What an engine writes, alone and beside each other, and the counters of every rank."""
     options = tokenswift(plan="auto", heads=str(heads), head_source="free")
     prompts = [prompt_of(20, 0), prompt_of(45, 1)]
-    with engine(model, **options, **arguments) as llm:
+    extension = f"{__name__}.{CostsOfAWorker.__name__}"
+    with engine(model, **options, worker_extension_cls=extension, **arguments) as llm:
+        llm.collective_rpc("plan_with", args=(COST.to_json(),))
         texts = [generate(llm, [p], s)[0] for p, s in zip(prompts, PARAMS, strict=True)]
         texts += generate(llm, prompts, PARAMS)
         return {"texts": texts, "stats": llm.collective_rpc("tokenswift_stats")}

@@ -31,7 +31,7 @@ FAR_CONTEXT_TOKENS = 32_768
 REPETITIONS = 11
 # Rounds from one to the next in which passes over a long prefix are timed: they take long, and
 # differ from those over a short one by much.
-_FAR_EVERY = 3
+_FAR_EVERY = 2
 # Of two numbers of rows at which prefixes are timed; between them their cost is near to linear.
 _TIMES_MORE_ROWS = 1.8
 
