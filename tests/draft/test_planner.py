@@ -442,7 +442,7 @@ def test_a_batch_asks_a_source_again_all_together_and_not_each_when_it_likes() -
 
 # -- where more rows of a prefix cost more ------------------------------------------------
 
-# As measured on two cores: a row of 1,000 tokens takes a millisecond and a half.
+# As measured on two cores: of 1,000 tokens a row takes 3 ms, and each further one about 1 ms more.
 COMPUTE_BOUND = replace(
     CPU, chain_ms=0.0, chain_context_ms_per_token=0.0, context_points=((1, 3e-3), (17, 18e-3))
 )

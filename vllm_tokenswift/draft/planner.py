@@ -78,14 +78,16 @@ class DraftRequest:
 class StepPlan:
     """What was planned for these requests without a source that costs time.
 
-    begins: whether drafting was planned that only begins (:meth:`Planner.would_draft`). counts:
-    nodes to draft, of those that the requests' states have taken. expected: tokens of each
-    request with its tree; step_ms: of the batch, plain_ms: without drafts and what was spent.
+    begins: whether drafting was planned that only begins (:meth:`Planner.would_draft`).
+    context_tokens: of the requests' prefixes, in all. counts: nodes to draft, of those that the
+    requests' states have taken. expected: tokens of each request with its tree; step_ms: of the
+    batch, plain_ms: without drafts and what was spent.
     """
 
     requests: tuple[DraftRequest, ...]
     num_other_tokens: int
     begins: bool
+    context_tokens: int
     counts: list[int]
     expected: list[float]
     step_ms: float
@@ -201,13 +203,16 @@ class Planner:
         return state.tree(count)
 
     def _plan_auto(
-        self, requests: Sequence[DraftRequest], num_other_tokens: int, begins: bool
+        self,
+        requests: Sequence[DraftRequest],
+        num_other_tokens: int,
+        begins: bool,
+        context_tokens: int,
     ) -> tuple[list[int], list[float], float, float]:
         """What a :class:`StepPlan` holds, from ``counts`` on."""
         limits = [max(request.limit, 0) for request in requests]
         num_plain = len(requests) + num_other_tokens
         host_ms = self._host_ms(len(requests), begins)
-        context_tokens = sum(request.context_len for request in requests)
         curve_ms, cheapest_ms = self._curve(
             num_plain, sum(limits), host_ms, context_tokens, len(requests)
         )
@@ -331,9 +336,8 @@ class Planner:
         """What nodes (on average) add to a step that has those of its plan, and some besides."""
         num_requests = len(plan.requests)
         num_rows = num_requests + sum(plan.counts) + besides
-        context_tokens = sum(request.context_len for request in plan.requests)
         now_ms, then_ms = (
-            self.cost.context_ms(context_tokens, rows / num_requests)
+            self.cost.context_ms(plan.context_tokens, rows / num_requests)
             for rows in (num_rows, num_rows + more)
         )
         return self.cost.rows_ms(num_rows + plan.num_other_tokens, more) + then_ms - now_ms
@@ -488,7 +492,8 @@ class Planner:
             or len(planned.requests) != len(requests)
             or any(a is not b for a, b in zip(planned.requests, requests, strict=True))
         ):
-            plan = self._plan_auto(requests, num_other_tokens, begins)
-            planned = StepPlan(tuple(requests), num_other_tokens, begins, *plan)
+            context_tokens = sum(request.context_len for request in requests)
+            plan = self._plan_auto(requests, num_other_tokens, begins, context_tokens)
+            planned = StepPlan(tuple(requests), num_other_tokens, begins, context_tokens, *plan)
             self._planned = planned
         return planned

@@ -43,7 +43,6 @@ MakePass = Callable[[Sequence[int], int, DraftTree | None], Pass]
 timed; without a tree the rows of a request are a chain."""
 MakeWork = Callable[[], Callable[[], object]]
 """Makes what is to be timed."""
-NO_WORKS: Mapping[str, MakeWork] = {}
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class CostCurve:
             works["host bound"] = self._target_pass([1], short, self.host_bound)
         reading = _fewer(shapes) if contexts.differ else []
         far_works = {f"far {i}": self._target_pass(shapes[i].query_lens, far) for i in reading}
-        if contexts.differ:
+        if long < far:
             works["long"] = self._target_pass([1], long)
         lengths = (short, long) if contexts.differ and self.attention.chains_cost else ()
         for length in lengths:
@@ -152,7 +151,7 @@ class CostCurve:
             ]
             chain_context = max(0.0, (per_chain[1] - per_chain[0]) / (long - short))
             chain_short = max(0.0, per_chain[0] - chain_context * short)
-        draft = ((short, verify[0][1]), (long, fastest["long"]))
+        draft = ((short, verify[0][1]), (long, fastest.get("long", fastest["far 0"])))
         return CostModel(
             verify,
             context_points=context_points,
@@ -166,7 +165,7 @@ class CostCurve:
     def plain_ms(self, shapes: Sequence[Shape], short: int) -> float:
         """A plain decode as :meth:`measure` times it, which it takes the first shape for."""
         works = {"plain": self._target_pass(shapes[0].query_lens, short)}
-        return min(self._rounds(works)["plain"])
+        return min(self._rounds(works, {})["plain"])
 
     def contexts(self, shapes: Sequence[Shape], num_blocks: int, max_model_len: int) -> Contexts:
         """At which passes are timed. num_blocks: blocks of the (empty) cache."""
@@ -193,7 +192,7 @@ class CostCurve:
         return make
 
     def _rounds(
-        self, works: Mapping[str, MakeWork], far_works: Mapping[str, MakeWork] = NO_WORKS
+        self, works: Mapping[str, MakeWork], far_works: Mapping[str, MakeWork]
     ) -> dict[str, list[float]]:
         """Milliseconds of each work in each of REPETITIONS rounds after one to warm up; of
         ``far_works`` in every ``_FAR_EVERY``th of them.
@@ -202,8 +201,8 @@ class CostCurve:
         """
         times: dict[str, list[float]] = {name: [] for name in (*works, *far_works)}
         for number in range(REPETITIONS + 1):
-            far_now = NO_WORKS if number % _FAR_EVERY else far_works
-            for name, make in (*works.items(), *far_now.items()):
+            now = works if number % _FAR_EVERY else {**works, **far_works}
+            for name, make in now.items():
                 work = make()
                 self._synchronize()
                 start = time.perf_counter()
