@@ -14,7 +14,7 @@ measured costs included. Not quite as in an engine of its own are
 * vLLM's scheduler, which counts on the largest node limit. It pads a request's first step with
   that many drafts where all but one token of its prompt is in the prefix cache;
 * CUDA graphs, which are captured up to the largest node limit: with fewer nodes other widths
-  would be. The limit of the fixed modes is the largest by default on a GPU;
+  would be. The limit of the fixed modes on a GPU, 31 by default, fills one that there is;
 * hidden states for heads that read them before the final norm: the passes of modes without
   heads return them too.
 """

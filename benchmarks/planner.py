@@ -278,8 +278,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--nodes",
         type=int,
-        default=32 if torch.cuda.is_available() else 8,
-        help="draft nodes of the fixed modes (default: 32 on a GPU, 8 without)",
+        default=31 if torch.cuda.is_available() else 8,
+        help="draft nodes of the fixed modes (default: 31 on a GPU, 8 without)",
     )
     parser.add_argument("--model", help="another model than the embedded one")
     parser.add_argument("--heads", help="draft heads for it (default: the embedded model's)")

@@ -110,8 +110,8 @@ def test_a_mode_is_what_an_engine_of_its_own_is(
 
 def test_an_engine_has_no_room_for_more_nodes_than_it_started_with(engine: dict[str, Any]) -> None:
     with (
-        pytest.raises(ValueError, match="fixed modes of 33 nodes: the engine drafts up to 32"),
-        modes.engines(engine, None, ["table"], 33),
+        pytest.raises(ValueError, match="fixed modes of 64 nodes: the engine drafts up to 63"),
+        modes.engines(engine, None, ["table"], 64),
     ):
         raise AssertionError("they were started")
 

@@ -29,7 +29,8 @@ def dispatcher() -> TreeGraphDispatcher:
 
 
 def test_widths_go_from_a_plain_decode_to_the_widest_tree() -> None:
-    assert graph_widths(32, group=1) == (1, 4, 8, 16, 33)
+    assert graph_widths(63, group=4) == (1, 4, 8, 16, 32, 64)
+    assert graph_widths(32, group=1) == (1, 4, 8, 16, 32, 33)
     assert graph_widths(8, group=1) == (1, 4, 8, 9)
     assert graph_widths(1, group=1) == (1, 2)
 
@@ -60,7 +61,8 @@ def test_a_few_drafts_do_not_begin_another_tile_of_attention(
         (1, 2, (1, 4)),
         (1, 4, (1, 4)),
         (1, 5, (1, 8)),
-        (1, 17, (1, 33)),
+        (1, 17, (1, 32)),
+        (1, 33, (1, 33)),
         (2, 33, (2, 33)),
         (3, 9, (4, 16)),
         (5, 6, (6, 8)),

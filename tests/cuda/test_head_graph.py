@@ -173,6 +173,34 @@ def test_the_noise_of_the_coming_positions_decides_which_paths_are_followed(
     assert len(by_position) > 1
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("asked", [KINDS, KINDS[1:3], KINDS[:1], KINDS[3:]])
+def test_any_of_those_whose_heads_began_early_may_be_asked_about(
+    asked: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early, alone = head_drafts(device, True), head_drafts(device, True)
+    start = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(2)).to(device)
+    requests = [HeadRequest(name, 10 + i, None) for i, name in enumerate(KINDS)]
+    early.launch_free(requests, start)
+    # A second descent would be seen.
+    monkeypatch.setattr(early, "_launch", lambda *_: pytest.fail("launched once more"))
+    rows = [KINDS.index(name) for name in asked]
+    some = [requests[row] for row in rows]
+    found = early.candidates(some, None, start[rows])
+    for a, b in zip(found, alone.candidates(some, None, start[rows]), strict=True):
+        assert_alike(a, b)
+
+
+@torch.inference_mode()
+def test_heads_below_a_draft_pass_do_not_take_what_began_without_it(device: torch.device) -> None:
+    early, alone = head_drafts(device, True), head_drafts(device, True)
+    start, own = torch.randn(2, 1, HIDDEN, generator=torch.Generator().manual_seed(3)).to(device)
+    request = HeadRequest("greedy", 10, None)
+    early.launch_free([request], start)
+    [found] = early.candidates([request], own, start)
+    assert_alike(found, *alone.candidates([request], own, start))
+
+
 def test_batches_too_large_and_requests_of_another_kind_go_from_head_to_head(
     device: torch.device,
 ) -> None:

@@ -19,7 +19,7 @@ from vllm.forward_context import BatchDescriptor
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 # Tiles of the matrix products are 8, 16, 32, ... rows high: a row less than that saves nothing.
-_TILES = (4, 8, 16)
+_TILES = (4, 8, 16, 32, 64)
 # Attention packs the query rows of a KV head's query heads into tiles of that many (FlashAttention
 # 3, heads of 128), and each tile reads the whole prefix: after 102,400 tokens 33 rows of 4 query
 # heads take an H100 199 us a layer, 32 rows 162 and one row 157.

@@ -50,19 +50,20 @@ class DraftRequest:
 class Drafter:
     """Drafts for the requests of a batch; owns the planner and the draft pass.
 
-    host_ms: measures, for the cost model, how long the device waits for drafts of the text: of
-        one request, and for each further one.
+    with_host_times: fills in what of a cost model depends on the host (``engine/host_time.py``).
     """
 
     def __init__(
         self,
         runner: TokenSwiftRunnerMixin,
-        host_ms: Callable[[Drafter], tuple[float, float]],
+        with_host_times: Callable[[Drafter, CostModel], CostModel],
     ) -> None:
         self.runner = runner
         self.options = runner.options
         self.heads = runner.drafter.heads
         self.head_drafts = HeadDrafts(runner)
+        # Heads on the verify pass's own states.
+        self.asks_free_heads = self.heads is not None and self.options.head_source != "draft"
         self._staging = Staging(runner.device)
         self.draft_pass = runner.make_draft_pass()
         curve = CostCurve(
@@ -76,13 +77,9 @@ class Drafter:
         self._asked: list[HeadRequest] = []
 
         def completed(cost: CostModel) -> CostModel:
-            self.planner = Planner(cost, self.options.budget_tokens, shapes_of=runner.padded_shapes)
-            first_ms, further_ms = host_ms(self)
-            cost = replace(cost, drafting_ms=first_ms, drafting_request_ms=further_ms)
             if runner.device.type == "cpu":  # rows do not share the time to read the weights
-                return replace(cost, heads_request_ms=cost.heads_ms)
-            # The device's work is shared; the host reads what they say, and plans once more.
-            return replace(cost, heads_request_ms=further_ms)
+                cost = replace(cost, heads_request_ms=cost.heads_ms)
+            return with_host_times(self, cost)
 
         mode = cast(PlanMode, self.options.plan)
         warm_up(mode)
@@ -96,20 +93,21 @@ class Drafter:
     def begin(self, requests: Sequence[DraftRequest], hidden_states: torch.Tensor) -> None:
         """To be called for the requests of a step before :meth:`draft`, with the same states.
 
-        Heads that were asked last time begin where they can do so by themselves.
+        Heads begin where they can do so by themselves and were asked last time, for all requests
+        where most of them asked.
         """
         self._asked = [HeadRequest(r.req_id, r.bonus_token, r.foresight) for r in requests]
         if self.heads is None or not self.head_drafts.runs_ahead:
             return
-        likely = [
-            i
-            for i, request in enumerate(requests)
-            if request.state.draft.free_heads.asked_last
-            and not request.state.draft.self_draft.asked_last
+        possible = [
+            i for i, request in enumerate(requests) if not request.state.draft.self_draft.asked_last
         ]
+        likely = [i for i in possible if requests[i].state.draft.free_heads.asked_last]
+        # Another request costs the device next to nothing, and who asks changes from step to step.
+        begin = possible if 2 * len(likely) >= len(possible) else likely
         if likely:
-            rows = self._rows_of([requests[i] for i in likely], hidden_states)
-            self.head_drafts.launch_free([self._asked[i] for i in likely], rows)
+            rows = self._rows_of([requests[i] for i in begin], hidden_states)
+            self.head_drafts.launch_free([self._asked[i] for i in begin], rows)
 
     def rests(self, states: Sequence[RequestState], num_requests: int, is_launched: bool) -> bool:
         """Whether a step goes by without :meth:`begin` and :meth:`draft` for these requests.
@@ -133,7 +131,7 @@ class Drafter:
             planned,
             num_undrafted,
             self_draft=self.options.self_draft != "off",
-            free_heads=self.heads is not None and self.options.head_source != "draft",
+            free_heads=self.asks_free_heads,
         )
 
     def draft(
@@ -162,7 +160,7 @@ class Drafter:
             passes,
             lambda some, of: self.self_draft.candidates(some, of, planned, passes, num_undrafted),
         )
-        if self.heads is not None and self.options.head_source != "draft":
+        if self.asks_free_heads:
             others = [i for i, wanted in enumerate(passes) if not wanted]
             free = self.planner.wants_free_heads([planned[i] for i in others], num_undrafted)
             wanted = [False] * len(requests)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -333,19 +332,27 @@ class HeadDrafts:
         """
         assert self._descent is not None
         launched, self._launched = self._launched, ()
-        is_launched = len(launched) == len(requests) and all(map(is_, launched, requests))
-        if not is_launched and not self._launch(requests, paths, start, depth):
+        started = {id(request): place for place, request in enumerate(launched)}
+        if depth == 0 and all(id(request) in started for request in requests):
+            places = [started[id(request)] for request in requests]
+        elif self._launch(requests, paths, start, depth):
+            places = list(range(len(paths)))
+        else:
             return 0
+        # By place in the level above: the path, and the row that it leads to. Who was launched and
+        # is not asked about has none.
+        above = {place: (path, path.row) for place, path in zip(places, paths, strict=True)}
         levels = self._descent.found()
-        above = [(path, path.row) for path in paths]  # with the row that each leads to
         for number, level in enumerate(levels):
-            below = []
-            for found in level:
+            below: dict[int, tuple[_Path, int]] = {}
+            for place, found in enumerate(level):
+                if found.above not in above:
+                    continue
                 path, row = above[found.above]
                 if number > 0:
                     path = replace(path, row=row, place=found.place)
                 row = grown[path.request].add(found.tokens, found.probabilities, path)
-                below.append((path, row))
+                below[place] = (path, row)
             above = below
         return 1 if self._descent.runs_ahead else len(levels)
 
@@ -355,9 +362,9 @@ class HeadDrafts:
         return self._descent is not None and self._descent.runs_ahead
 
     def launch_free(self, requests: Sequence[HeadRequest], start: torch.Tensor) -> None:
-        """Begins what :meth:`candidates` may be asked about these same request objects.
+        """Begins what :meth:`candidates` may be asked about any of these same request objects.
 
-        So that the device works on it while the host decides whether it asks. start: ``[requests,
+        So that the device works on it while the host decides for whom it asks. start: ``[requests,
         hidden]``, of the verify pass.
         """
         if self._launch(requests, _roots(requests), start, depth=0):
