@@ -35,7 +35,7 @@ class CostModel:
     draft_points: (tokens of partial KV read by the batch, ms of a draft pass for one
         request), or empty where there is none; further requests add what they add to a
         verify pass.
-    heads_ms: what a pass of free heads adds for one request: the heads, and the LM head once more;
+    heads_ms: what a pass of free heads costs one request: the heads, and the LM head once more;
     and heads_request_ms: each further request (0 where all share it).
     host_bound_ms: the least that a pass takes which is not one CUDA graph, because the host
         launches its attention; 0 where there are no such graphs.

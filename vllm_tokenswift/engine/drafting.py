@@ -50,20 +50,21 @@ class DraftRequest:
 class Drafter:
     """Drafts for the requests of a batch; owns the planner and the draft pass.
 
-    with_host_times: fills in what of a cost model depends on the host (``engine/host_time.py``).
+    host_ms: measures, for the cost model, how long the device waits for drafts of the text: of
+        one request, and for each further one.
     """
 
     def __init__(
         self,
         runner: TokenSwiftRunnerMixin,
-        with_host_times: Callable[[Drafter, CostModel], CostModel],
+        host_ms: Callable[[Drafter], tuple[float, float]],
     ) -> None:
         self.runner = runner
         self.options = runner.options
         self.heads = runner.drafter.heads
         self.head_drafts = HeadDrafts(runner)
         # Heads on the verify pass's own states.
-        self.asks_free_heads = self.heads is not None and self.options.head_source != "draft"
+        self._asks_free_heads = self.heads is not None and self.options.head_source != "draft"
         self._staging = Staging(runner.device)
         self.draft_pass = runner.make_draft_pass()
         curve = CostCurve(
@@ -77,9 +78,13 @@ class Drafter:
         self._asked: list[HeadRequest] = []
 
         def completed(cost: CostModel) -> CostModel:
+            self.planner = Planner(cost, self.options.budget_tokens, shapes_of=runner.padded_shapes)
+            first_ms, further_ms = host_ms(self)
+            cost = replace(cost, drafting_ms=first_ms, drafting_request_ms=further_ms)
             if runner.device.type == "cpu":  # rows do not share the time to read the weights
-                cost = replace(cost, heads_request_ms=cost.heads_ms)
-            return with_host_times(self, cost)
+                return replace(cost, heads_request_ms=cost.heads_ms)
+            # The device's work is shared; the host reads what they say, and plans once more.
+            return replace(cost, heads_request_ms=further_ms)
 
         mode = cast(PlanMode, self.options.plan)
         warm_up(mode)
@@ -131,7 +136,7 @@ class Drafter:
             planned,
             num_undrafted,
             self_draft=self.options.self_draft != "off",
-            free_heads=self.asks_free_heads,
+            free_heads=self._asks_free_heads,
         )
 
     def draft(
@@ -160,7 +165,7 @@ class Drafter:
             passes,
             lambda some, of: self.self_draft.candidates(some, of, planned, passes, num_undrafted),
         )
-        if self.asks_free_heads:
+        if self._asks_free_heads:
             others = [i for i, wanted in enumerate(passes) if not wanted]
             free = self.planner.wants_free_heads([planned[i] for i in others], num_undrafted)
             wanted = [False] * len(requests)

@@ -42,7 +42,7 @@ from vllm_tokenswift.engine.cost_curve import (
 from vllm_tokenswift.engine.descent import Descent
 from vllm_tokenswift.engine.draft_pass import DraftPass
 from vllm_tokenswift.engine.drafting import Drafter
-from vllm_tokenswift.engine.host_time import with_host_times
+from vllm_tokenswift.engine.host_time import drafting_ms
 from vllm_tokenswift.engine.next_step import NextStep
 from vllm_tokenswift.engine.recording import Recorder
 from vllm_tokenswift.engine.requests import RequestState
@@ -140,7 +140,7 @@ class TokenSwiftRunnerMixin(_Runner):
 
     def make_drafter(self) -> Drafter:
         """As the options say; measures costs that are not known, over the empty cache."""
-        return Drafter(self, lambda drafting, cost: with_host_times(self, drafting, cost))
+        return Drafter(self, lambda drafting: drafting_ms(self, drafting))
 
     def draft_with(self, drafter: Drafter) -> None:
         """To be called while no request is running."""
