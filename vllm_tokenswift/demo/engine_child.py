@@ -30,8 +30,8 @@ def main(replies: int) -> None:
         print("{}", file=out, flush=True)
         for order in orders:
             if isinstance(order, dict):
-                llm.collective_rpc(order["call"], args=tuple(order["arguments"]))
-                print("{}", file=out, flush=True)
+                answers = llm.collective_rpc(order["call"], args=tuple(order["arguments"]))
+                print(json.dumps(answers), file=out, flush=True)
                 continue
             batches = [
                 Batch(batch["name"], [TextRequest(**text) for text in batch["texts"]])

@@ -87,12 +87,13 @@ class EngineProcess:
             for batch in self._ask([asdict(batch) for batch in batches])
         ]
 
-    def call(self, method: str, *arguments: Any) -> None:
+    def call(self, method: str, *arguments: Any) -> list[Any]:
         """Calls a method of the engine's workers (vLLM's ``collective_rpc``).
 
-        arguments: plain JSON values.
+        arguments, and what each worker returns: plain JSON values.
         """
-        self._ask({"call": method, "arguments": arguments})
+        answers: list[Any] = self._ask({"call": method, "arguments": arguments})
+        return answers
 
     def write_texts(self, texts: Sequence[TextRequest]) -> list[Written]:
         """Writes one text after another; the ``stats`` of each are filled in."""
