@@ -11,7 +11,7 @@ continuations, top-k n-grams), their sum, ``plan``: a whole planned iteration (l
 extending, offers, a tree), and ``heads``: one of sampled text with heads.
 There planning runs twice, before it is known what heads say and after, looks at the noise of
 the coming positions, heads offer 8 tokens below each of 5 paths, and what the verify pass found
-likeliest is heard, 4 tokens at each node of the tree before. ``nodes``: of a tree at most; 32 is
+likeliest is heard, 4 tokens at each node of the tree before. ``nodes``: of a tree at most; 63 are
 what an engine drafts by default.
 
 --touch-mb: memory written to before every iteration, as a model's pass on the same CPU would,
