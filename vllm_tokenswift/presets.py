@@ -15,7 +15,7 @@ so it takes the same numbers. The budget is the released scripts' 4,096 tokens (
 ties it to the length of the prompt, which they prefill with 4,096).
 
 Not set here: ``num_speculative_tokens``. The paper verifies some 100 nodes, which costs
-more than it gains on a GPU that reads the cache fast; the default follows the machine.
+more than it gains on a GPU that reads the cache fast; the planner takes what pays of the default.
 ``heads``: the authors' checkpoints (:data:`RELEASED_CHECKPOINTS`) hold the target's
 weights too, so name one as both ``model`` and ``heads``.
 """

@@ -8,6 +8,7 @@ import pytest
 from engine_kit import engine, generate, prompt_of, runner_of, tokenswift
 from vllm import SamplingParams
 
+from vllm_tokenswift.engine.cpu_descent import CPUDescent
 from vllm_tokenswift.heads import cpu_chain
 
 
@@ -82,6 +83,41 @@ def test_batches_too_large_for_the_compiled_heads_go_through_torch(tiny_model, c
         generate(llm, prompts, [penalised(6 + 2 * seed) for seed in range(count)])
     assert {size > largest for size, _ in ways} == {False, True}
     assert all(foreseen == {size <= largest} for size, foreseen in ways)
+
+
+@pytest.mark.skipif(not cpu_chain.is_compiled(), reason="installed without a C compiler")
+def test_heads_begin_for_all_that_may_where_most_asked(tiny_model, conditioned_heads, monkeypatch):
+    """As on a GPU, where they run by themselves; a bias is over the whole vocabulary."""
+    monkeypatch.setattr(CPUDescent, "runs_ahead", True)
+    began, descended = [], []
+    options = {"heads": str(conditioned_heads), "self_draft": "off", "plan": "auto"}
+    with engine(tiny_model, dtype="bfloat16", **tokenswift(**options)) as llm:
+        drafts = always_asked(llm)
+        launch_free, launch = drafts.launch_free, drafts._descent.launch
+
+        def asked_by_half(requests, _):
+            """Others in every step; all of them as if they had been asked in the last."""
+            for request in requests:
+                request.state.free_heads.asked_last = True
+            return [request.state.num_tokens % 2 == 0 for request in requests]
+
+        def beginning(requests, start):
+            began.append({request.req_id for request in requests})
+            launch_free(requests, start)
+
+        def descending(some, *arguments):
+            descended.append(len(some))
+            return launch(some, *arguments)
+
+        runner_of(llm).drafting.planner.wants_free_heads = asked_by_half
+        drafts.launch_free, drafts._descent.launch = beginning, descending
+        prompts = [prompt_of(9 + seed, seed) for seed in range(4)]
+        biased = SamplingParams(max_tokens=30, seed=4, ignore_eos=True, logit_bias={5: 2.0})
+        generate(llm, prompts, [*(penalised(30) for _ in range(3)), biased])
+    assert max(map(len, began)) == 3
+    assert not any(request.split("-")[0] == "3" for of_step in began for request in of_step)
+    # What began is what was asked about, but for the first steps of texts.
+    assert len(descended) <= len(began) + 4
 
 
 def test_tokens_are_plain_vllms_in_bfloat16_too(tiny_model, conditioned_heads):

@@ -105,7 +105,10 @@ class Drafter:
         if self.heads is None or not self.head_drafts.runs_ahead:
             return
         possible = [
-            i for i, request in enumerate(requests) if not request.state.draft.self_draft.asked_last
+            i
+            for i, request in enumerate(requests)
+            if not request.state.draft.self_draft.asked_last
+            and self.head_drafts.may_begin(request.req_id)
         ]
         likely = [i for i in possible if requests[i].state.draft.free_heads.asked_last]
         # Another request costs the device next to nothing, and who asks changes from step to step.

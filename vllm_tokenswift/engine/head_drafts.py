@@ -361,11 +361,17 @@ class HeadDrafts:
         """Whether :meth:`launch_free` may do anything."""
         return self._descent is not None and self._descent.runs_ahead
 
+    def may_begin(self, req_id: str) -> bool:
+        """Whether :meth:`launch_free` serves a request: not one whose constraints need the whole
+        vocabulary."""
+        assert self._part is not None
+        return self._part.suffices(self.scorer.states([req_id]))
+
     def launch_free(self, requests: Sequence[HeadRequest], start: torch.Tensor) -> None:
         """Begins what :meth:`candidates` may be asked about any of these same request objects.
 
-        So that the device works on it while the host decides for whom it asks. start: ``[requests,
-        hidden]``, of the verify pass.
+        So that the device works on it while the host decides for whom it asks. requests: all
+        of them :meth:`may_begin`. start: ``[requests, hidden]``, of the verify pass.
         """
         if self._launch(requests, _roots(requests), start, depth=0):
             self._launched = tuple(requests)
