@@ -194,10 +194,7 @@ def main() -> int:
     num_tokens = dict(zip(arguments.batches, arguments.tokens, strict=True))
     otherwise = sampled_otherwise(arguments.texts) if NGRAM in modes else {}
     engine = {
-        "model": arguments.model or str(demo_model.prepare()),
-        "dtype": "bfloat16",
-        "max_model_len": max(arguments.tokens) + _PROMPT_TOKENS,
-        "max_num_seqs": max(arguments.batches),
+        **engine_arguments(arguments, max(arguments.tokens)),
         **({"gpu_memory_utilization": gpu_share(modes)} if torch.cuda.is_available() else {}),
         **arguments.engine,
     }
@@ -251,6 +248,29 @@ def main() -> int:
     return 0
 
 
+def add_text_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is written, how many at a time, and by which model."""
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16], help="batch sizes")
+    parser.add_argument("--texts", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--model", help="another model than the embedded one")
+    parser.add_argument("--heads", help="draft heads for it (default: the embedded model's)")
+
+
+def heads_of(arguments: argparse.Namespace) -> str | None:
+    """The draft heads that were asked for."""
+    return arguments.heads or (None if arguments.model else demo_model.HEADS)
+
+
+def engine_arguments(arguments: argparse.Namespace, num_tokens: int) -> dict[str, Any]:
+    """Arguments of ``LLM`` for what was asked for, in texts of at most ``num_tokens``."""
+    return {
+        "model": arguments.model or str(demo_model.prepare()),
+        "dtype": "bfloat16",
+        "max_model_len": num_tokens + _PROMPT_TOKENS,
+        "max_num_seqs": max(arguments.batches),
+    }
+
+
 def gpu_share(modes: Sequence[str]) -> float:
     """Of a GPU's memory, for each of the engines that are kept for these modes."""
     return _GPU_SHARES[len(engines_for(modes, heads=None))]
@@ -258,7 +278,7 @@ def gpu_share(modes: Sequence[str]) -> float:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16], help="batch sizes")
+    add_text_arguments(parser)
     parser.add_argument(
         "--tokens",
         type=int,
@@ -266,7 +286,6 @@ def _arguments() -> argparse.Namespace:
         default=[300, 150, 60],
         help="of each text, for each batch size",
     )
-    parser.add_argument("--texts", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument(
         "--modes",
         nargs="+",
@@ -281,8 +300,6 @@ def _arguments() -> argparse.Namespace:
         default=31 if torch.cuda.is_available() else 8,
         help="draft nodes of the fixed modes (default: 31 on a GPU, 8 without)",
     )
-    parser.add_argument("--model", help="another model than the embedded one")
-    parser.add_argument("--heads", help="draft heads for it (default: the embedded model's)")
     parser.add_argument(
         "--engine",
         type=json.loads,
@@ -296,7 +313,7 @@ def _arguments() -> argparse.Namespace:
             f"--tokens has {len(arguments.tokens)} lengths for {len(arguments.batches)} batch "
             "sizes: give one for each"
         )
-    arguments.heads = arguments.heads or (None if arguments.model else demo_model.HEADS)
+    arguments.heads = heads_of(arguments)
     wanted = arguments.modes or modes_for(max(arguments.tokens), arguments.heads)
     arguments.modes = list(dict.fromkeys([PLAIN, AUTO, *wanted]))
     if "heads" in arguments.modes and not arguments.heads:

@@ -21,12 +21,10 @@ from statistics import median
 from typing import Any
 
 from benchmarks import record
-from benchmarks.planner import KINDS, batches
+from benchmarks.planner import add_text_arguments, batches, engine_arguments, heads_of
 from benchmarks.watched_steps import Step, StepsOfAWorker
-from vllm_tokenswift import demo_model
 from vllm_tokenswift.demo.engine_process import EngineProcess
 
-_PROMPT_TOKENS = 256  # more than a prompt has in its chat template
 _WARM_UP_TOKENS = 30
 _WIDTHS = (1, 4, 8, 16, 32, 64, 129)
 
@@ -70,24 +68,15 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16], help="batch sizes")
+    add_text_arguments(parser)
     parser.add_argument("--tokens", type=int, default=150, help="of each text")
-    parser.add_argument("--texts", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--model", help="another model than the embedded one")
-    parser.add_argument("--heads", help="draft heads for it (default: the embedded model's)")
     parser.add_argument(
         "--engine", type=json.loads, default={}, help="arguments of the engine, as JSON"
     )
     arguments = parser.parse_args()
-    heads = arguments.heads or (None if arguments.model else demo_model.HEADS)
-    engine = {
-        "model": arguments.model or str(demo_model.prepare()),
-        "dtype": "bfloat16",
-        "max_model_len": arguments.tokens + _PROMPT_TOKENS,
-        "max_num_seqs": max(arguments.batches),
-        **arguments.engine,
-    }
+    engine = {**engine_arguments(arguments, arguments.tokens), **arguments.engine}
     surroundings = record.surroundings()
+    heads = heads_of(arguments)
     rows = measured(engine, heads, arguments.texts, arguments.batches, arguments.tokens)
     rendered = table(rows)
     print(rendered)
