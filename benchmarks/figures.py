@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 _NUMBER = r"\d[\d,]*(?:\.\d+)?"
 _FIGURE = re.compile(
-    rf'\[(?P<shown>{_NUMBER})\]\((?P<record>[^)\s]*results/[^)\s]+\.json)\s+"(?P<place>[^"]+)"\)'
+    rf'\[(?P<shown>{_NUMBER})\]\((?P<record>[^)\s]+\.json)\s+"(?P<place>[^"]+)"\)'
 )
 _REDUCTIONS = {
     "min": min,

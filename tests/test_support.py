@@ -174,5 +174,5 @@ def test_the_page_has_the_table_and_the_supported_versions() -> None:
         "run `python scripts/support_table.py`"
     )
     for version in versions.SUPPORTED_VLLM:
-        assert f"\n| {version} |" in text
+        assert f"\n| vLLM {version} |" in text
     assert versions.ALLOW_VARIABLE in text
