@@ -33,9 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 _NUMBER = r"\d[\d,]*(?:\.\d+)?"
-_FIGURE = re.compile(
-    rf'\[(?P<shown>{_NUMBER})\]\((?P<record>[^)\s]+\.json)\s+"(?P<place>[^"]+)"\)'
-)
+_FIGURE = re.compile(rf'\[(?P<shown>{_NUMBER})\]\((?P<record>[^)\s]+\.json)\s+"(?P<place>[^"]+)"\)')
 _REDUCTIONS = {
     "min": min,
     "median": statistics.median,
