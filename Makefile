@@ -56,9 +56,12 @@ signatures: venv
 	$(BIN)/python scripts/signatures.py --version 0.32.0 --write
 	$(BIN)/python scripts/signatures.py --version 0.33.0 --write
 
-# The options table in README.md, from the dataclass; a test compares the two.
+# What pages hold of other files: tables of options, the index of records, figures. Tests
+# compare them.
 readme: venv
 	$(BIN)/python scripts/readme_options.py
+	$(BIN)/python -m benchmarks.index
+	$(BIN)/python -m benchmarks.figures --write
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

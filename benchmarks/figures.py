@@ -11,7 +11,8 @@ A place is a path through the JSON, its steps parted by ``/``:
 
 * a key of an object, as it stands;
 * an entry of a list: its index, or ``key=value`` (several joined with ``&``) of the one object
-  in it that has these values; ``*`` is all entries;
+  in it that has these values;
+* ``*``: all entries of a list, or, as in ``*key=value``, all that have these values;
 * at the end, over a list of numbers: ``min``, ``median``, ``max``, ``sum`` or ``count``.
 
 ``A over B`` is the quotient of two places. A figure shows its value rounded to the decimals that
@@ -30,6 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_tokenswift.versions import SUPPORTED_VLLM
+
 ROOT = Path(__file__).resolve().parent.parent
 
 _NUMBER = r"\d[\d,]*(?:\.\d+)?"
@@ -46,8 +49,8 @@ _REDUCTIONS = {
 _NO_PROSE = re.compile(r"```.*?```|`[^`\n]*`|<!--.*?-->|(?<=\])\([^)]*\)", re.DOTALL)
 # Versions and settings are numbers that nobody measured.
 _SETTINGS = re.compile(
-    r"(?:vLLM|Python|torch|CUDA|temperature|min-p|top-p|penalty|theta|goal|limit|version)"
-    rf"(?: of)? {_NUMBER}(?:(?:,| and| to| or) {_NUMBER})*",
+    r"(?:vLLM|Python|torch|CUDA|version|temperature|min-p|top-p|penalty|theta|goal)"
+    rf"(?:\s+of)?\s+{_NUMBER}(?:(?:,| and| to| or)\s+{_NUMBER})*",
     re.IGNORECASE,
 )
 _MEASURED = re.compile(
@@ -114,7 +117,8 @@ def updated(page: Path) -> str:
 def untied(text: str) -> list[str]:
     """Numbers of a text that read like measurements and are not tied to a record."""
     prose = _NO_PROSE.sub(" ", _FIGURE.sub(" ", text))
-    return [found[0] for found in _MEASURED.finditer(_SETTINGS.sub(" ", prose))]
+    found = [match[0] for match in _MEASURED.finditer(_SETTINGS.sub(" ", prose))]
+    return [number for number in found if number not in SUPPORTED_VLLM]
 
 
 def look_up(record: Any, place: str) -> float:
@@ -138,9 +142,10 @@ def _follow(node: Any, steps: list[str]) -> Any:
             if step not in node:
                 raise LookupError(f"no {step!r}")
             node = node[step]
-        elif step == "*":
+        elif step.startswith("*"):
             *inner, reduction = steps[i + 1 :]
-            return _entry([_follow(entry, inner) for entry in node], reduction)
+            values = [_follow(entry, inner) for entry in _having(node, step[1:])]
+            return _entry(values, reduction)
         else:
             node = _entry(node, step)
     return node
@@ -151,15 +156,19 @@ def _entry(entries: list[Any], step: str) -> Any:
         return _REDUCTIONS[step](entries)
     if step.isdigit():
         return entries[int(step)]
-    wanted = dict(pair.split("=", 1) for pair in step.split("&"))
-    found = [
+    found = _having(entries, step)
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} entries have {step!r}")
+    return found[0]
+
+
+def _having(entries: list[Any], conditions: str) -> list[Any]:
+    wanted = dict(pair.split("=", 1) for pair in conditions.split("&") if pair)
+    return [
         entry
         for entry in entries
         if all(str(entry.get(key)) == value for key, value in wanted.items())
     ]
-    if len(found) != 1:
-        raise LookupError(f"{len(found)} entries have {step!r}")
-    return found[0]
 
 
 def _number(value: Any, place: str) -> float:

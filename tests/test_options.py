@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm_tokenswift.options import (
 )
 from vllm_tokenswift.presets import PRESETS
 
+ROOT = Path(__file__).resolve().parent.parent
 FIELDS = {f.name: f for f in dataclasses.fields(TokenSwiftOptions)}
 
 
@@ -141,10 +143,25 @@ def test_the_paper_s_numbers_are_the_defaults() -> None:
     assert options.penalty_window == 1024
 
 
-def test_the_readme_s_options_table_is_the_dataclass() -> None:
+def scripted() -> dict[str, Any]:
+    """The names of the script that writes the tables of options."""
     from runpy import run_path
 
-    root = Path(__file__).resolve().parent.parent
-    table: str = run_path(str(root / "scripts" / "readme_options.py"))["table"]()
-    assert table in (root / "README.md").read_text(), "run `make readme`"
+    return run_path(str(ROOT / "scripts" / "readme_options.py"))
+
+
+def test_the_tables_of_options_are_the_dataclass() -> None:
+    made = scripted()
+    table: str = made["table"]()
+    assert table in made["PAGE"].read_text(), "run `make readme`"
     assert all(f"`{name}`" in table for name in option_names())
+    assert made["most_used"]() in made["README"].read_text(), "run `make readme`"
+    assert set(made["MOST_USED"]) <= set(option_names())
+
+
+@pytest.mark.parametrize("table", ["table", "most_used"])
+def test_every_row_of_a_table_of_options_has_the_cells_of_its_header(table: str) -> None:
+    lines: list[str] = scripted()[table]().splitlines()
+    cells = [len(re.findall(r"(?<!\\)\|", line)) for line in lines]
+    assert cells == [cells[0]] * len(lines)
+    assert any(r"\|B\|" in line for line in lines)

@@ -71,8 +71,8 @@ class TokenSwiftOptions:
         63,
         "Node budget: the most draft nodes of a tree that one verify pass checks.",
         unit="draft nodes",
-        origin="an 8B model's verify pass of 64 rows costs 1.1 decode steps on Hopper, and the "
-        "planner drafts fewer where that does not pay",
+        origin="an 8B model's verify pass of 64 rows costs little more than a decode step on "
+        "Hopper, and the planner drafts fewer where that does not pay",
         low=1,
         high=MAX_DRAFT_NODES,
     )
@@ -127,7 +127,7 @@ class TokenSwiftOptions:
         2048,
         "The paper's |B|: cached tokens that the draft pass reads, the sinks among them.",
         unit="tokens",
-        origin="at 2,048 partial and full KV agree on 96 % of top tokens (design study)",
+        origin="from there on partial and full KV seldom disagree on the top token (design study)",
         low=32,
         high=1_000_000,
     )
@@ -172,7 +172,7 @@ class TokenSwiftOptions:
         "Longest recent context looked up in the sequence so far, to copy what followed; "
         "0 switches it off.",
         unit="tokens",
-        origin="8 tokens matched are followed by 12 accepted (design study); longer is rare",
+        origin="longer matches are rare",
         low=0,
         high=64,
     )
@@ -181,7 +181,7 @@ class TokenSwiftOptions:
         "Windowed penalty of requests that name none: logits of tokens in the window are "
         "divided (or, if negative, multiplied) by it; 1 switches it off.",
         unit="factor",
-        origin="off; the paper uses 1.2 with base models",
+        origin="off; the paper uses a theta of 1.2 with base models",
         low=1,
         high=10,
     )
