@@ -98,6 +98,9 @@ def render(index: Mapping[str, Any]) -> str:
         f'A record marked "{COPIED}" did not come back from its machine as a file. What a record '
         "does not say itself stands in italics.",
         "",
+        "A new record gets an entry in index.toml; what it replaces moves to archive/ and gets a "
+        "line there. A test finds what is missing.",
+        "",
         "| theme | record | hardware | date | commit |",
         "| --- | --- | --- | --- | --- |",
     ]
@@ -150,8 +153,11 @@ def _machine(entry: Mapping[str, Any]) -> str:
 
 
 def _hashes(commit: str) -> str:
-    hashes = re.findall(r"\b[0-9a-f]{7}\b", commit)
-    return "*not recorded*" if "not recorded" in commit else " and ".join(hashes)
+    if "not recorded" in commit:
+        return "*not recorded*"
+    hashes = " and ".join(re.findall(r"\b[0-9a-f]{7}\b", commit))
+    # Code that was not committed: "... with changes", or with what in words.
+    return f"{hashes} with changes" if " with " in commit else hashes
 
 
 def _title(entry: Mapping[str, Any]) -> str:

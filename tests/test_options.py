@@ -3,11 +3,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.figures import ROOT
 from vllm_tokenswift.options import (
     MAX_HEAD_TREE_NODES,
     Option,
@@ -17,7 +17,6 @@ from vllm_tokenswift.options import (
 )
 from vllm_tokenswift.presets import PRESETS
 
-ROOT = Path(__file__).resolve().parent.parent
 FIELDS = {f.name: f for f in dataclasses.fields(TokenSwiftOptions)}
 
 
