@@ -23,15 +23,17 @@ class PatchError(RuntimeError):
 class Patch:
     """One change to vLLM.
 
-    target: ``"module:Class.attribute"`` or ``"module:function"``.
-    kind: "replace": the target exists and our version calls the original; "add": it
-        must not exist.
-    why, how: what it is for, and what it does.
-    obsolete_when: the upstream change that would make it unnecessary.
-    signature: vLLM release -> the target's signature there (:mod:`.signatures`);
-        empty for "add".
-    build: takes the original (a plain function, a property's getter for a property;
-        None for "add") and returns the function that takes its place.
+    Attributes:
+        target: ``"module:Class.attribute"`` or ``"module:function"``.
+        kind: "replace": the target exists and our version calls the original; "add": it
+            must not exist.
+        why: what it is for.
+        how: what it does.
+        obsolete_when: the upstream change that would make it unnecessary.
+        signature: vLLM release -> the target's signature there (:mod:`.signatures`);
+            empty for "add".
+        build: takes the original (a plain function, a property's getter for a property;
+            None for "add") and returns the function that takes its place.
     """
 
     target: str
@@ -44,9 +46,17 @@ class Patch:
 
 
 def apply(patches: Sequence[Patch], vllm_version: str) -> list[str]:
-    """Applies what is not applied yet and returns the targets of those patches.
+    """Applies what is not applied yet.
 
-    Raises PatchError, naming every target that differs, before anything is changed.
+    Args:
+        patches: all of them are checked first.
+        vllm_version: whose signatures are expected.
+
+    Returns:
+        The targets of the patches that were not applied before.
+
+    Raises:
+        PatchError: naming every target that differs, before anything is changed.
     """
     found = [(patch, *_locate(patch)) for patch in patches]
     pending = [item for item in found if not _is_applied(item[0], item[3])]

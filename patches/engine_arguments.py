@@ -15,6 +15,15 @@ if TYPE_CHECKING:
 
 
 def create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Turns TokenSwift's ways in into the form that vLLM accepts.
+
+    Args:
+        original: ``EngineArgs.create_speculative_config``.
+
+    Returns:
+        What takes its place.
+    """
+
     @functools.wraps(original)
     def replacement(
         self: EngineArgs,
@@ -53,6 +62,15 @@ def create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any
 
 
 def create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Checks the finished configuration of an engine that TokenSwift is asked for in.
+
+    Args:
+        original: ``EngineArgs.create_engine_config``.
+
+    Returns:
+        What takes its place.
+    """
+
     @functools.wraps(original)
     def replacement(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
         config: VllmConfig = original(self, *args, **kwargs)
@@ -69,6 +87,15 @@ def create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds TokenSwift to the flags that choose a speculative method.
+
+    Args:
+        original: ``EngineArgs.add_cli_args``.
+
+    Returns:
+        What takes its place.
+    """
+
     @functools.wraps(original)
     def replacement(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = original(parser)

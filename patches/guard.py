@@ -15,6 +15,9 @@ def refuse_when_asked_for(vllm_version: str) -> None:
 
     Nothing is known about that version's code, so where it has no such place nothing is
     done: vLLM then refuses the unknown method itself.
+
+    Args:
+        vllm_version: which is not supported.
     """
     from vllm.engine.arg_utils import EngineArgs
 

@@ -14,6 +14,15 @@ if TYPE_CHECKING:
 
 
 def num_lookahead_tokens(original: Callable[[Any], int]) -> Callable[[Any], int]:
+    """Reserves the KV slots that draft passes and prelaunched passes write.
+
+    Args:
+        original: the getter of ``VllmConfig.num_lookahead_tokens``.
+
+    Returns:
+        What takes its place.
+    """
+
     @functools.wraps(original)
     def replacement(self: VllmConfig) -> int:
         if not ways_in.is_active(self.speculative_config):

@@ -14,6 +14,15 @@ if TYPE_CHECKING:
 
 
 def validate_spec_decode(original: Callable[..., None]) -> Callable[..., None]:
+    """Checks a request's parameters as TokenSwift needs it, in place of vLLM's refusals.
+
+    Args:
+        original: ``SamplingParams._validate_spec_decode``.
+
+    Returns:
+        What takes its place.
+    """
+
     @functools.wraps(original)
     def replacement(self: SamplingParams, speculative_config: SpeculativeConfig | None) -> Any:
         if not ways_in.is_active(speculative_config):

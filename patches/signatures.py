@@ -16,7 +16,14 @@ _Parameter = tuple[str, "inspect._ParameterKind", bool]
 
 
 def of_object(attribute: Any) -> str:
-    """The signature of a class or module attribute as ``inspect.getattr_static`` gives it."""
+    """The signature of a live object.
+
+    Args:
+        attribute: of a class or module, as ``inspect.getattr_static`` gives it.
+
+    Returns:
+        The written form.
+    """
     if isinstance(attribute, property):
         return f"property{of_object(attribute.fget)}"
     if isinstance(attribute, staticmethod):
@@ -28,7 +35,14 @@ def of_object(attribute: Any) -> str:
 
 
 def of_definition(definition: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """The signature of a function definition in source that was not imported."""
+    """The signature of a function in source that was not imported.
+
+    Args:
+        definition: its syntax tree.
+
+    Returns:
+        The written form, the same as the live function's.
+    """
     prefix = ""
     for decorator in definition.decorator_list:
         name = decorator.attr if isinstance(decorator, ast.Attribute) else None

@@ -16,17 +16,25 @@ _COMPOUND = (ast.If, ast.Try, ast.With)
 
 
 class SourceTree:
-    """``root``: the directory that holds the package ``vllm``."""
+    """A release's source.
+
+    Args:
+        root: the directory that holds the package ``vllm``.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self._parse = lru_cache(maxsize=None)(self._parse_file)
 
     def describe(self, target: str) -> str | None:
-        """What ``"module:name"`` or ``"module:Class.member"`` is, None where it is missing.
+        """What stands under a name.
 
-        A function's signature, or "class", "field" (of a class or module), "attribute"
-        (set on ``self`` in a method), or "module".
+        Args:
+            target: ``"module:name"`` or ``"module:Class.member"``.
+
+        Returns:
+            A function's signature, or "class", "field" (of a class or module), "attribute"
+            (set on ``self`` in a method), or "module"; None where it is missing.
         """
         module, _, path = target.partition(":")
         name, _, member = path.partition(".")
@@ -126,7 +134,14 @@ def _sets_attribute(definition: ast.ClassDef, name: str) -> bool:
 
 
 def names_imported_from_vllm(package: Path) -> dict[str, list[str]]:
-    """Every ``from vllm... import name`` below ``package``: target -> files that have it."""
+    """Every ``from vllm... import name`` in a package of ours.
+
+    Args:
+        package: its folder.
+
+    Returns:
+        target -> files that import it, relative to the folder.
+    """
     found: dict[str, list[str]] = {}
     for path in sorted(package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

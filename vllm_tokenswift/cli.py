@@ -17,8 +17,17 @@ parsed arguments that returns the exit status (None for 0)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a subcommand. A ValueError or RuntimeError is the user's to mend: its sentence
-    is printed without a traceback, and the exit status is 1."""
+    """Runs a subcommand.
+
+    A ValueError or RuntimeError is the user's to mend: its sentence is printed without a
+    traceback.
+
+    Args:
+        arguments: of the command line; the process's own unless given.
+
+    Returns:
+        The exit status, 1 where something is to be mended.
+    """
     parser = argparse.ArgumentParser(
         prog="vllm-tokenswift", description="Tools around TokenSwift for vLLM."
     )

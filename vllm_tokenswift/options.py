@@ -28,9 +28,14 @@ class UnknownOptionError(ValueError):
 class Option:
     """What one option means and allows.
 
-    text: what it does. unit: of its value. origin: where its default comes from.
-    low, high: inclusive bounds of a number, None where there is none.
-    choices: the allowed words of a choice. optional: whether None is allowed.
+    Attributes:
+        text: what it does.
+        unit: of its value.
+        origin: where its default comes from.
+        low: inclusive lower bound of a number, None where there is none.
+        high: inclusive upper bound of a number, None where there is none.
+        choices: the allowed words of a choice.
+        optional: whether None is allowed.
     """
 
     text: str
@@ -64,8 +69,11 @@ def _option(default: Any, text: str, *, unit: str, origin: str, **bounds: Any) -
 
 @dataclass(frozen=True)
 class TokenSwiftOptions:
-    """Every option of TokenSwift. Raises ValueError naming the field, its value and
-    what is allowed."""
+    """Every option of TokenSwift.
+
+    Raises:
+        ValueError: naming the field, its value and what is allowed.
+    """
 
     num_speculative_tokens: int = _option(
         63,
@@ -274,9 +282,17 @@ class TokenSwiftOptions:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> TokenSwiftOptions:
-        """The options named in ``given``, over its preset's, over the defaults.
+        """The options that are named, over their preset's, over the defaults.
 
-        Raises UnknownOptionError, or ValueError where a value is not allowed.
+        Args:
+            given: options by name, lists in place of tuples.
+
+        Returns:
+            All options.
+
+        Raises:
+            UnknownOptionError: where a name is no option's.
+            ValueError: where a value is not allowed.
         """
         names = option_names()
         for name in given:
@@ -292,11 +308,19 @@ class TokenSwiftOptions:
 
 
 def option_names() -> tuple[str, ...]:
+    """The names of all options, in the order of their table."""
     return tuple(field.name for field in dataclasses.fields(TokenSwiftOptions))
 
 
 def unknown_option(name: str) -> str:
-    """The sentence for an option that does not exist."""
+    """The sentence for an option that does not exist.
+
+    Args:
+        name: what was given.
+
+    Returns:
+        The sentence, with the nearest option and what it allows.
+    """
     nearest = difflib.get_close_matches(name, option_names(), n=1, cutoff=0)
     option: Option = TokenSwiftOptions.__dataclass_fields__[nearest[0]].metadata["option"]
     return (

@@ -12,7 +12,8 @@ def register() -> None:
 
     On a vLLM version that is not supported it only warns, and refuses when asked for.
 
-    Raises PatchError where a supported vLLM is not what the patches expect.
+    Raises:
+        PatchError: where a supported vLLM is not what the patches expect.
     """
     from vllm import __version__
     from vllm.logger import init_logger

@@ -95,8 +95,16 @@ def sampling_recipe(preset: str) -> dict[str, Any]:
     """Keyword arguments of vLLM's ``SamplingParams`` that the paper uses for a model.
 
     The windowed penalty travels in ``extra_args``, which wins over the engine's default:
-    a recipe is whole without the preset's engine options. Raises ValueError for an unknown
-    preset.
+    a recipe is whole without the preset's engine options.
+
+    Args:
+        preset: its name.
+
+    Returns:
+        Temperature, top-p or min-p, and the penalty.
+
+    Raises:
+        ValueError: for an unknown preset.
     """
     row = _row(preset)
     recipe: dict[str, Any] = {"temperature": 1.0}
@@ -114,8 +122,14 @@ def sampling_recipe(preset: str) -> dict[str, Any]:
 def training_recipe(preset: str) -> dict[str, Any]:
     """The numbers of ``train`` in which the paper's models differ.
 
-    ``learning_rate``, ``num_steps`` and ``batch_size`` (sequences on each GPU). Raises
-    ValueError for an unknown preset.
+    Args:
+        preset: its name.
+
+    Returns:
+        ``learning_rate``, ``num_steps`` and ``batch_size`` (sequences on each GPU).
+
+    Raises:
+        ValueError: for an unknown preset.
     """
     row = _row(preset)
     return {

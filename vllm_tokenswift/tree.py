@@ -41,9 +41,10 @@ BySource = tuple[int, ...]
 class Chain:
     """A run of consecutive nodes in which each is the parent of the next.
 
-    ``nodes`` are the node numbers ``first..last`` (node 0 included in the main
-    chain); ``ancestors`` are the nodes above ``first``, nearest last, the bonus
-    token (node 0) included.
+    Attributes:
+        first: its first node, 0 in the main chain.
+        last: its last node.
+        ancestors: the nodes above ``first``, nearest last, the bonus token (node 0) included.
     """
 
     first: int
@@ -59,13 +60,14 @@ class Chain:
 class DraftTree:
     """A flattened draft tree.
 
-    tokens: int32 ``[n]``, the token of node ``i + 1``.
-    parents: int32 ``[n]``, the parent node of node ``i + 1``; ``0 <= parents[i] <= i``.
-    sources: int8 ``[n]``, a :class:`Source` for each node.
-    probabilities: float32 ``[n]``, estimated chance that the node is accepted
-        (that the whole path down to it is), or zeros where nobody estimated it.
-
     :meth:`build` converts and checks; the constructor is for arrays that are known to be right.
+
+    Attributes:
+        tokens: int32 ``[n]``, the token of node ``i + 1``.
+        parents: int32 ``[n]``, the parent node of node ``i + 1``; ``0 <= parents[i] <= i``.
+        sources: int8 ``[n]``, a :class:`Source` for each node.
+        probabilities: float32 ``[n]``, estimated chance that the node is accepted
+            (that the whole path down to it is), or zeros where nobody estimated it.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -81,7 +83,20 @@ class DraftTree:
         sources: Sequence[int] | npt.NDArray[np.int8] | None = None,
         probabilities: Sequence[float] | npt.NDArray[np.float32] | None = None,
     ) -> DraftTree:
-        """Raises ValueError where the arrays do not describe a tree."""
+        """A tree of anything that converts to its arrays.
+
+        Args:
+            tokens: ``[n]``, of nodes ``1..n``.
+            parents: ``[n]``, their parent nodes.
+            sources: ``[n]``; :attr:`Source.UNKNOWN` unless given.
+            probabilities: ``[n]``; zeros unless given.
+
+        Returns:
+            The tree.
+
+        Raises:
+            ValueError: where the arrays do not describe a tree.
+        """
         n = len(tokens)
         tree = cls(
             np.asarray(tokens, dtype=np.int32),
@@ -103,7 +118,15 @@ class DraftTree:
 
     @classmethod
     def chain(cls, tokens: Sequence[int], source: Source = Source.UNKNOWN) -> DraftTree:
-        """A tree with one path: what vLLM's own speculative methods draft."""
+        """A tree with one path: what vLLM's own speculative methods draft.
+
+        Args:
+            tokens: ``[n]``, from the root's child down.
+            source: of all nodes.
+
+        Returns:
+            The tree.
+        """
         n = len(tokens)
         return cls.build(tokens, np.arange(n), np.full(n, source, np.int8))
 
@@ -112,7 +135,14 @@ class DraftTree:
         return len(self.tokens)
 
     def truncate(self, n: int) -> DraftTree:
-        """The tree of the first ``n`` drafts: valid because parents come first."""
+        """The tree of the first drafts: valid because parents come first.
+
+        Args:
+            n: nodes at most.
+
+        Returns:
+            The tree, itself where it has no more.
+        """
         if n >= len(self):
             return self
         return DraftTree(
@@ -129,6 +159,7 @@ class DraftTree:
 
     @cached_property
     def is_chain(self) -> bool:
+        """Whether it has one path only."""
         return bool((self.parents == np.arange(len(self))).all())
 
     @cached_property
@@ -142,7 +173,14 @@ class DraftTree:
         return children
 
     def follow(self, tokens: Iterable[int]) -> list[int]:
-        """The nodes of the path that the tokens go down, as far as the tree has it."""
+        """The path that tokens go down.
+
+        Args:
+            tokens: that follow the bonus token.
+
+        Returns:
+            Its nodes from the root's child down, as far as the tree has it.
+        """
         nodes: list[int] = []
         children = self.children[0]
         for token in tokens:
@@ -153,7 +191,14 @@ class DraftTree:
         return nodes
 
     def nodes_by_source(self, accepted_nodes: Sequence[int]) -> tuple[BySource, BySource]:
-        """(drafted, accepted) nodes; accepted_nodes: tree nodes, from 1."""
+        """How many nodes came from each source.
+
+        Args:
+            accepted_nodes: tree nodes, from 1.
+
+        Returns:
+            Of all nodes, and of the accepted ones.
+        """
         drafted, accepted = [0] * len(Source), [0] * len(Source)
         sources = self.sources.tolist()
         for source in sources:
@@ -163,7 +208,14 @@ class DraftTree:
         return tuple(drafted), tuple(accepted)
 
     def path(self, node: int) -> list[int]:
-        """Draft nodes from the root's child down to ``node`` (node 0 not included)."""
+        """The way from the root to a node.
+
+        Args:
+            node: a tree node.
+
+        Returns:
+            Draft nodes from the root's child down to it (node 0 not included).
+        """
         path: list[int] = []
         while node:
             path.append(node)

@@ -19,18 +19,33 @@ ALLOW_VARIABLE = "TOKENSWIFT_ALLOW_VLLM_VERSION"
 
 
 def minor(version: str) -> str:
-    """``"0.32.1.dev3+cpu"`` -> ``"0.32"``; the whole string where it is no release number."""
+    """The minor version that a version belongs to.
+
+    Args:
+        version: such as ``"0.32.1.dev3+cpu"``.
+
+    Returns:
+        ``"0.32"``; the whole string where it is no release number.
+    """
     match = re.match(r"(\d+\.\d+)(\D|$)", version)
     return match.group(1) if match else version
 
 
 def is_supported(version: str) -> bool:
-    """Whether TokenSwift runs on this vLLM: tested, or allowed by the user by its exact name."""
+    """Whether TokenSwift runs on a vLLM: tested, or allowed by the user by its exact name.
+
+    Args:
+        version: vLLM's own.
+    """
     return minor(version) in SUPPORTED_VLLM or os.environ.get(ALLOW_VARIABLE) == version
 
 
 def refusal(version: str) -> str:
-    """What a user of another version is told."""
+    """What a user of another version is told.
+
+    Args:
+        version: vLLM's own.
+    """
     supported = " and ".join(SUPPORTED_VLLM)
     return (
         f"TokenSwift supports vLLM {supported}; this is vLLM {version}. Install one of the "
@@ -39,6 +54,12 @@ def refusal(version: str) -> str:
 
 
 def reference_version(version: str) -> str:
-    """The release whose signatures ``version`` is held against; the newest for an
-    unknown version that the user has allowed."""
+    """The release whose signatures a vLLM is held against.
+
+    Args:
+        version: vLLM's own.
+
+    Returns:
+        A release; the newest for an unknown version that the user has allowed.
+    """
     return SUPPORTED_VLLM.get(minor(version), max(SUPPORTED_VLLM.values()))

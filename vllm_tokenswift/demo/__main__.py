@@ -21,7 +21,15 @@ PROMPT = (
 
 
 def requests(num_tokens: int, seed: int) -> list[TextRequest]:
-    """The greedy text, and the paper's recipe with the penalty that this small model bears."""
+    """The greedy text, and the paper's recipe with the penalty that this small model bears.
+
+    Args:
+        num_tokens: of each text, whose end-of-text token is not taken.
+        seed: of the sampled text.
+
+    Returns:
+        Both requests.
+    """
     length = {"max_tokens": num_tokens, "min_tokens": num_tokens}
     penalised = {**PENALISED, "seed": seed}
     return [
@@ -31,6 +39,7 @@ def requests(num_tokens: int, seed: int) -> list[TextRequest]:
 
 
 def main() -> int:
+    """Writes the texts, prints the comparison and draws it; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m vllm_tokenswift.demo", description=__doc__)
     parser.add_argument("--tokens", type=int, default=1500, help="length of each text")
     parser.add_argument("--seed", type=int, default=0, help="of the sampled text")

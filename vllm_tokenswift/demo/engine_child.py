@@ -20,6 +20,11 @@ from vllm_tokenswift.demo.texts import Batch, TextRequest, Written, WrittenBatch
 
 
 def main(replies: int) -> None:
+    """Serves orders until standard input ends.
+
+    Args:
+        replies: the file descriptor that answers are written to.
+    """
     from vllm import LLM
 
     orders = map(json.loads, sys.stdin)
@@ -42,7 +47,16 @@ def main(replies: int) -> None:
 
 
 def write(llm: Any, batch: Batch, speculates: bool) -> WrittenBatch:
-    """Writes a batch, under a progress bar. speculates: whether TokenSwift counts there."""
+    """Writes a batch, under a progress bar.
+
+    Args:
+        llm: vLLM's ``LLM``.
+        batch: the texts to write at the same time.
+        speculates: whether TokenSwift counts there.
+
+    Returns:
+        The texts with the times at which their tokens came.
+    """
     from tqdm import tqdm
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

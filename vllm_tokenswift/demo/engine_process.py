@@ -26,8 +26,12 @@ _WARM_UP_TOKENS_OF_A_BATCH = 16
 class EngineProcess:
     """One engine, from entering the ``with`` statement to leaving it.
 
-    engine: keyword arguments of ``LLM``. Every method, and entering, raises RuntimeError with
-    the end of what the process printed where it ended before its time.
+    Args:
+        engine: keyword arguments of ``LLM``.
+
+    Raises:
+        RuntimeError: on entering, and from every method, where the process ended before its
+            time; with the end of what it printed.
     """
 
     def __init__(self, engine: dict[str, Any]) -> None:
@@ -62,13 +66,22 @@ class EngineProcess:
         self._log.close()
 
     def warm_up(self, texts: Sequence[TextRequest]) -> None:
-        """Writes the first tokens of each text once: code compiled and loaded, caches filled."""
+        """Writes the first tokens of each text once: code compiled and loaded, caches filled.
+
+        Args:
+            texts: one after another.
+        """
         self.warm_up_batches([Batch(text.name, [text]) for text in texts], _WARM_UP_TOKENS)
 
     def warm_up_batches(
         self, batches: Sequence[Batch], num_tokens: int = _WARM_UP_TOKENS_OF_A_BATCH
     ) -> None:
-        """The same for batches."""
+        """Writes the first tokens of each batch once, as :meth:`warm_up` does of texts.
+
+        Args:
+            batches: one after another.
+            num_tokens: of each text.
+        """
         length = {"max_tokens": num_tokens, "min_tokens": num_tokens}
         self.write(
             [
@@ -81,7 +94,14 @@ class EngineProcess:
         )
 
     def write(self, batches: Sequence[Batch]) -> list[WrittenBatch]:
-        """Writes one batch after another, the texts of each at the same time."""
+        """Writes one batch after another, the texts of each at the same time.
+
+        Args:
+            batches: in the order in which they are written.
+
+        Returns:
+            What came, in the same order.
+        """
         return [
             WrittenBatch(batch["name"], [_read(text) for text in batch["texts"]], batch["stats"])
             for batch in self._ask([asdict(batch) for batch in batches])
@@ -90,13 +110,25 @@ class EngineProcess:
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Calls a method of the engine's workers (vLLM's ``collective_rpc``).
 
-        arguments, and what each worker returns: plain JSON values.
+        Args:
+            method: its name.
+            arguments: plain JSON values.
+
+        Returns:
+            What each worker returned, a plain JSON value.
         """
         answers: list[Any] = self._ask({"call": method, "arguments": arguments})
         return answers
 
     def write_texts(self, texts: Sequence[TextRequest]) -> list[Written]:
-        """Writes one text after another; the ``stats`` of each are filled in."""
+        """Writes one text after another.
+
+        Args:
+            texts: in the order in which they are written.
+
+        Returns:
+            What came, in the same order; ``stats`` of each are its own.
+        """
         written = self.write([Batch(text.name, [text]) for text in texts])
         return [replace(batch.texts[0], stats=batch.stats) for batch in written]
 
@@ -118,7 +150,18 @@ class EngineProcess:
 
 
 def run(engine: dict[str, Any], texts: Sequence[TextRequest]) -> list[Written]:
-    """Texts one after another, by an :class:`EngineProcess` for them alone, warmed up."""
+    """Writes texts one after another, by an :class:`EngineProcess` for them alone, warmed up.
+
+    Args:
+        engine: keyword arguments of ``LLM``.
+        texts: in the order in which they are written.
+
+    Returns:
+        What came, in the same order.
+
+    Raises:
+        RuntimeError: where the process ended before its time.
+    """
     with EngineProcess(engine) as process:
         process.warm_up(texts)
         return process.write_texts(texts)

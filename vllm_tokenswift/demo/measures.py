@@ -10,25 +10,44 @@ from vllm_tokenswift.metrics import Stats
 
 
 def distinct(tokens: Sequence[int], n: int) -> float:
-    """Distinct-n: distinct n-grams over all n-grams, 0 for a text shorter than n."""
+    """Distinct-n, the paper's measure of diversity.
+
+    Args:
+        tokens: of a text.
+        n: length of the n-grams.
+
+    Returns:
+        Distinct n-grams over all n-grams; 0 for a text shorter than n.
+    """
     ngrams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
 
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Index of the first token that differs, None where the texts are identical."""
-    for i, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return i
-    return None if len(one) == len(other) else min(len(one), len(other))
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """Where two texts part.
+
+    Args:
+        left: tokens of one of them.
+        right: tokens of the other.
+
+    Returns:
+        Index of the first token that differs, None where the texts are identical.
+    """
+    for index, (left_token, right_token) in enumerate(zip(left, right, strict=False)):
+        if left_token != right_token:
+            return index
+    return None if len(left) == len(right) else min(len(left), len(right))
 
 
 @dataclass(frozen=True)
 class Comparison:
     """A plain text and TokenSwift's of the same request.
 
-    gamma_plus_1: the paper's gamma + 1, the levels of the head tree. Suffix matches go
-    deeper than that, so alpha and beta of a repetitive text can exceed 1.
+    Attributes:
+        plain: written by plain vLLM.
+        tokenswift: written with TokenSwift.
+        gamma_plus_1: the paper's gamma + 1, the levels of the head tree. Suffix matches go
+            deeper than that, so alpha and beta of a repetitive text can exceed 1.
     """
 
     plain: Written
@@ -37,16 +56,19 @@ class Comparison:
 
     @property
     def stats(self) -> Stats:
+        """TokenSwift's counters of the text."""
         counters = dict(self.tokenswift.stats)
         counters.pop("decisions", None)  # the planner's, beside the counters
         return Stats(**counters)
 
     @property
     def speed_up(self) -> float:
+        """Tokens a second, over plain vLLM's."""
         return self.tokenswift.tokens_per_second / self.plain.tokens_per_second
 
     @property
     def tokens_per_iteration(self) -> float:
+        """Tokens that a verify pass brought; plain decoding has 1."""
         return self.stats.num_emitted_tokens / max(1, self.stats.num_iterations)
 
     @property
@@ -66,7 +88,7 @@ class Comparison:
         return "yes" if index is None else f"up to token {index}"
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """(what, plain, TokenSwift) in the order of the table."""
+        """The table's rows, in its order: (what, plain, TokenSwift)."""
         plain, ours = self.plain, self.tokenswift
         rows = [
             ("tokens", f"{len(plain.tokens):,}", f"{len(ours.tokens):,}"),
@@ -84,7 +106,14 @@ class Comparison:
 
 
 def table(comparison: Comparison) -> str:
-    """The comparison as text, under its request's name."""
+    """A comparison as text, under its request's name.
+
+    Args:
+        comparison: of two texts.
+
+    Returns:
+        The table, several lines.
+    """
     lines = [f"{comparison.plain.name}", f"  {'':30}{'plain vLLM':>14}{'TokenSwift':>18}"]
     lines += [f"  {what:30}{plain:>14}{ours:>18}" for what, plain, ours in comparison.rows()]
     return "\n".join(lines)

@@ -9,7 +9,13 @@ from vllm_tokenswift.demo.measures import Comparison
 
 
 def time_against_tokens(comparisons: Sequence[Comparison], title: str, path: Path) -> None:
-    """Writes a PNG with one panel for each comparison."""
+    """Draws when each token came, a panel for each comparison.
+
+    Args:
+        comparisons: at least one.
+        title: above the picture.
+        path: of the PNG that is written.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

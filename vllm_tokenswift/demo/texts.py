@@ -16,8 +16,13 @@ PENALISED = {
 
 @dataclass(frozen=True)
 class TextRequest:
-    """One text to write. name: for the progress bar; prompt: a user's message;
-    sampling: keyword arguments of vLLM's SamplingParams."""
+    """One text to write.
+
+    Attributes:
+        name: for the progress bar.
+        prompt: a user's message.
+        sampling: keyword arguments of vLLM's ``SamplingParams``.
+    """
 
     name: str
     prompt: str
@@ -26,7 +31,12 @@ class TextRequest:
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts to write at the same time (vLLM batches what is there at every step)."""
+    """Texts to write at the same time (vLLM batches what is there at every step).
+
+    Attributes:
+        name: for the progress bar.
+        texts: the batch.
+    """
 
     name: str
     texts: list[TextRequest]
@@ -34,9 +44,17 @@ class Batch:
 
 @dataclass
 class Written:
-    """A text as it came. ``seconds[i]``: since the request was given, when ``counts[i]``
-    tokens were there; stats: what TokenSwift's counters grew by, empty on other engines;
-    logprobs: per position, token -> log probability, where the request asked for them."""
+    """A text as it came.
+
+    Attributes:
+        name: the request's.
+        tokens: of the output.
+        counts: tokens that were there, whenever some came.
+        seconds: since the request was given, when ``counts[i]`` tokens were there.
+        stats: what TokenSwift's counters grew by, empty on other engines.
+        logprobs: by position, token -> log probability, where the request asked for them.
+        text: the tokens, decoded.
+    """
 
     name: str
     tokens: list[int] = field(default_factory=list)
@@ -54,9 +72,12 @@ class Written:
 
 @dataclass
 class WrittenBatch:
-    """A batch as it came: its texts, ``seconds`` of each since the batch was given.
+    """A batch as it came.
 
-    stats: of the whole batch, see :class:`Written`; those of its texts are empty.
+    Attributes:
+        name: the batch's.
+        texts: as they came; ``seconds`` of each since the batch was given.
+        stats: of the whole batch, see :class:`Written`; those of its texts are empty.
     """
 
     name: str

@@ -12,6 +12,11 @@ _PICTURE_STEPS = 60
 
 
 def add_parser(subparsers: Any) -> None:
+    """Adds ``vllm-tokenswift explain``.
+
+    Args:
+        subparsers: of the console command (:mod:`vllm_tokenswift.cli`).
+    """
     parser = subparsers.add_parser(
         "explain",
         help="what was drafted, accepted and spent over a finished generation",
@@ -29,7 +34,15 @@ def add_parser(subparsers: Any) -> None:
 
 
 def explain(arguments: argparse.Namespace) -> None:
-    """Raises ValueError where there is nothing that could be explained."""
+    """Prints what a record says, and draws it.
+
+    Args:
+        arguments: ``record``, ``rows`` and ``picture``, as parsed.
+
+    Raises:
+        ValueError: where there is nothing that could be explained, or the picture cannot be
+            written.
+    """
     from vllm_tokenswift.explain.picture import draw
     from vllm_tokenswift.explain.stretches import regret_report, stretches, table, total
 

@@ -11,7 +11,16 @@ from vllm_tokenswift.tree import Source
 
 
 def draw(parts: Sequence[Stretch], title: str, path: Path) -> None:
-    """Writes a PNG; one step along the x axis for each stretch."""
+    """Draws a record: nodes above, times below, over the length of the output.
+
+    Args:
+        parts: stretches of the output in order, at least one; each is a step along the x axis.
+        title: above the picture.
+        path: of the PNG that is written.
+
+    Raises:
+        OSError: where it cannot be written.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

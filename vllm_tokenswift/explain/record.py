@@ -27,12 +27,17 @@ HEAD_SOURCES = (Source.SELF, Source.HEADS, Source.FREE_HEADS)
 class Iteration:
     """One verify pass, or plain step, of a request.
 
-    position: tokens of the sequence before it (the bonus token included). emitted: tokens
-    it added. drafted, accepted: nodes by source. side_chains: attention chains of the tree
-    besides its main one. passes: self-draft passes made for it. free_heads: passes of
-    free heads made for it. num_requests: requests that were decoded in the same step.
-    decisions: the planner's words (``Planner.decisions``), "prompt", or "none" where
-    nothing was planned.
+    Attributes:
+        position: tokens of the sequence before it, the bonus token included.
+        emitted: tokens that it added.
+        drafted: nodes by source.
+        accepted: nodes by source.
+        side_chains: attention chains of the tree besides its main one.
+        passes: self-draft passes made for it.
+        free_heads: passes of free heads made for it.
+        num_requests: requests that were decoded in the same step.
+        decisions: the planner's words (``Planner.decisions``), "prompt", or "none" where
+            nothing was planned.
     """
 
     position: int
@@ -62,11 +67,18 @@ class Iteration:
 class Record:
     """A finished generation.
 
-    token_ids: prompt and output; the last iteration's tokens may reach past the place where
-    the request was stopped. options: what the engine ran with. sampled: its tokens were drawn
-    (temperature above 0).
+    Attributes:
+        request_id: the engine's.
+        prompt_len: tokens of the prompt.
+        token_ids: prompt and output; the last iteration's tokens may reach past the place
+            where the request was stopped.
+        cost: what passes cost on the machine that it ran on.
+        options: what the engine ran with.
+        iterations: in order, each at the position where the one before it ended.
+        sampled: whether its tokens were drawn (temperature above 0).
 
-    Raises ValueError where the parts do not fit together.
+    Raises:
+        ValueError: where the parts do not fit together.
     """
 
     request_id: str
@@ -98,6 +110,7 @@ class Record:
         return DraftState(options.ngram_n, options.ngram_k, options.suffix_max_match, self.sampled)
 
     def to_json(self) -> str:
+        """The record as JSON, iterations by columns; :meth:`from_json` reads it back."""
         return json.dumps(
             {
                 "format": FORMAT,
@@ -120,7 +133,17 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str) -> Record:
-        """Raises ValueError where the text is not a record of this version's."""
+        """Reads what :meth:`to_json` wrote.
+
+        Args:
+            text: a file's contents.
+
+        Returns:
+            The record.
+
+        Raises:
+            ValueError: where the text is not a record of this version's.
+        """
         try:
             raw = json.loads(text)
         except json.JSONDecodeError as error:
@@ -161,7 +184,17 @@ def _rows(columns: dict[str, list[Any]]) -> list[Iteration]:
 
 
 def read_record(path: Path) -> Record:
-    """Raises ValueError with one sentence that names the file."""
+    """Reads a record's file.
+
+    Args:
+        path: of the JSON file.
+
+    Returns:
+        The record.
+
+    Raises:
+        ValueError: with one sentence that names the file, where it holds no record.
+    """
     try:
         return Record.from_json(path.read_text())
     except OSError as error:

@@ -3,11 +3,11 @@
 The oracle stands at every iteration of the recorded run and knows the tokens that came. It
 would have written on at the fastest pace, in ms per token, that was to be had there:
 
-- a chain that the text offered (n-grams, suffix matches) and that was accepted, as much of
+- a chain that the text proposed (n-grams, suffix matches) and that was accepted, as much of
   the longest one as is fastest: ``V(1 + l) / (1 + l)`` for ``l`` from 0 (plain decoding) to
   its length, where ``V`` is the verify step at this context;
 - or what the run itself had accepted, without what it wasted. What heads and self-draft
-  passes offered is not recorded, so it is taken as it was: where they brought something
+  passes proposed is not recorded, so it is taken as it was: where they brought something
   accepted, their time is part of this pace, otherwise it is waste.
 
 An iteration that emitted ``e`` tokens in ``R`` ms has lost ``R - e * pace``. With ``d``
@@ -21,10 +21,10 @@ nodes drafted, ``a`` accepted, ``C`` ms of side chains and ``H`` ms of passes an
   fastest pace of at most ``a`` drafts (the text alone, or plain decoding, was faster);
 - *too dear*: that same rest where no pass or heads are to blame: accepted drafts that
   cost more than they saved;
-- *left out*: what a longer accepted chain, offered by the text, would have saved beyond that.
+- *left out*: what a longer accepted chain, proposed by the text, would have saved beyond that.
 
 Each is at least 0. The pace is the iteration's own, so an oracle that stood elsewhere after
-a longer chain is not followed: offers of one long repetition count at every iteration in it.
+a longer chain is not followed: proposals of one long repetition count at every iteration in it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NOTHING_ALLOWED = "none"
 
 @dataclass(frozen=True, slots=True)
 class Regret:
-    """Milliseconds lost, by cause."""
+    """Milliseconds lost, by cause (the causes are the module's)."""
 
     rejected: float = 0.0
     nothing_accepted: float = 0.0
@@ -61,7 +61,14 @@ class Regret:
 
 
 def regrets(record: Record) -> list[Regret]:
-    """Of every iteration, in their order."""
+    """Time lost by every iteration.
+
+    Args:
+        record: of a finished generation.
+
+    Returns:
+        A regret for each iteration, in their order.
+    """
     return [
         _regret(iteration, record, offered)
         for iteration, offered in zip(record.iterations, longest_offers(record), strict=True)
@@ -69,7 +76,14 @@ def regrets(record: Record) -> list[Regret]:
 
 
 def longest_offers(record: Record) -> list[int]:
-    """Tokens of the longest chain that the text offered and that came, at every iteration."""
+    """Tokens of the longest chain that the text proposed and that came, at every iteration.
+
+    Args:
+        record: its text is replayed through the indexes that the request ran with.
+
+    Returns:
+        A number of tokens for each iteration, 0 where nothing might be drafted.
+    """
     state, tokens, known = record.draft_state(), record.token_ids, 0
     longest: list[int] = []
     for iteration in record.iterations:

@@ -12,9 +12,14 @@ from vllm_tokenswift.tree import DraftTree
 
 
 class ReplayRecorder:
-    """Follows a :func:`~vllm_tokenswift.draft.replay.replay` of ``tokens`` by this planner.
+    """Follows a :func:`~vllm_tokenswift.draft.replay.replay`; :meth:`add` is its ``on_iteration``.
 
-    ``add`` is the replay's ``on_iteration``; limit, prompt_len: what the replay is given.
+    Args:
+        name: the record's request id.
+        tokens: the text that is replayed.
+        planner: that plans for it.
+        limit: nodes of a tree at most, as the replay is given it.
+        prompt_len: tokens that are there before the first iteration, as the replay is given it.
     """
 
     def __init__(
@@ -30,6 +35,14 @@ class ReplayRecorder:
     def add(
         self, position: int, tree: DraftTree, accepted: list[int], heads: HeadCandidates | None
     ) -> None:
+        """Notes one iteration.
+
+        Args:
+            position: tokens of the text before it.
+            tree: what was drafted.
+            accepted: nodes of the tree, from the root's child down.
+            heads: what heads or a draft pass had proposed, None where they were not asked.
+        """
         drafted_by_source, accepted_by_source = tree.nodes_by_source(accepted)
         decisions = ["drafted" if len(tree) else "plain"]
         if heads is not None:

@@ -16,8 +16,18 @@ from vllm_tokenswift.tree import Source
 class Stretch:
     """Iterations that began between two positions of the output, summed.
 
-    first, last: output tokens before and after it; drafted, accepted: nodes by source's
-    name; plain_ms: what its tokens take when decoded plainly.
+    Attributes:
+        first: output tokens before it.
+        last: output tokens when it ends.
+        tokens: emitted in it.
+        iterations: in it.
+        drafted: nodes by the source's name.
+        accepted: nodes by the source's name.
+        passes: self-draft passes.
+        decisions: iterations by the planner's word.
+        times: what it took, by part.
+        plain_ms: what its tokens take when decoded plainly.
+        regret: time lost, by cause.
     """
 
     first: int
@@ -33,6 +43,7 @@ class Stretch:
     regret: Regret = field(default_factory=Regret)
 
     def add(self, iteration: Iteration, record: Record, regret: Regret) -> None:
+        """Takes in one iteration of a record, and the time that it lost."""
         self.last = iteration.position + iteration.emitted - record.prompt_len
         self.tokens += iteration.emitted
         self.decisions.update(iteration.decisions)
@@ -49,9 +60,16 @@ class Stretch:
 
 
 def stretches(record: Record, count: int) -> list[Stretch]:
-    """At most ``count`` stretches of equal numbers of output tokens; none is empty.
+    """A record cut into stretches of equal numbers of output tokens.
 
     The prompt's iteration, and the token that it brought, belong to none of them.
+
+    Args:
+        record: of a finished generation.
+        count: stretches at most.
+
+    Returns:
+        The stretches in order; none is empty.
     """
     length = len(record.token_ids) - record.prompt_len
     found: dict[int, Stretch] = {}
@@ -67,7 +85,14 @@ def stretches(record: Record, count: int) -> list[Stretch]:
 
 
 def total(parts: Sequence[Stretch]) -> Stretch:
-    """All of a text's stretches as one."""
+    """All of a text's stretches as one.
+
+    Args:
+        parts: in order, at least one.
+
+    Returns:
+        Their sum, from the first's beginning to the last's end.
+    """
     whole = Stretch(parts[0].first, parts[-1].last)
     for part in parts:
         whole.tokens += part.tokens
@@ -85,7 +110,11 @@ def total(parts: Sequence[Stretch]) -> Stretch:
 def table(parts: Sequence[Stretch]) -> str:
     """One line for each stretch and one for all of them.
 
-    Under a source: accepted / drafted nodes. Times in ms.
+    Args:
+        parts: in order, at least one.
+
+    Returns:
+        The table as text. Under a source stand accepted / drafted nodes; times are in ms.
     """
     whole = total(parts)
     sources = [s.name.lower() for s in Source if whole.drafted[s.name.lower()]]
@@ -120,12 +149,19 @@ _CAUSES = {
     "nothing_accepted": "drafting where nothing was accepted",
     "passes": "draft passes and heads that did not pay",
     "too_dear": "accepted drafts that cost more than they saved",
-    "left_out": "offers of the text left out that were accepted",
+    "left_out": "proposals of the text left out that came",
 }
 
 
 def regret_report(whole: Stretch) -> str:
-    """Time lost against the oracle, by cause."""
+    """Time lost against the oracle, by cause.
+
+    Args:
+        whole: a text's stretches as one (:func:`total`).
+
+    Returns:
+        A line for each cause, in ms and as a share of the time spent.
+    """
     spent_ms = whole.times.total_ms
     lost = whole.regret
     lines = [

@@ -13,7 +13,13 @@ from vllm_tokenswift.explain.record import Iteration, Record
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Milliseconds of the verify pass, of self-draft passes, and of free heads."""
+    """What was spent, in ms.
+
+    Attributes:
+        verify_ms: of the verify pass.
+        passes_ms: of self-draft passes.
+        heads_ms: of free heads.
+    """
 
     verify_ms: float = 0.0
     passes_ms: float = 0.0
@@ -32,7 +38,15 @@ class Times:
 
 
 def times_of(iteration: Iteration, record: Record) -> Times:
-    """Of a decode iteration (the prompt's is not drafting's)."""
+    """What a decode iteration took (the prompt's is not drafting's).
+
+    Args:
+        iteration: of the record.
+        record: gives the cost model and the budget of a draft pass.
+
+    Returns:
+        The estimated times.
+    """
     cost, position = record.cost, iteration.position
     kv_tokens = min(record.options.budget_tokens, position)
     return Times(

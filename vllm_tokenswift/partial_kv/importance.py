@@ -4,9 +4,7 @@ The paper ranks tokens per KV head by q.k, summed over the query heads of the
 head's group (equation "importance score" for GQA: queries are partitioned, keys
 not replicated). A block's score here is the *attention mass* of its tokens: the
 softmax over all cached tokens, summed over the block's tokens and over all query
-heads. Measured on real text, one selection a layer by mass loses nothing
-against the paper's selection by token and head, while raw q.k must not be summed over
-a block (a few large negative scores hide a large positive one).
+heads (docs/design-notes.md says why).
 """
 
 from __future__ import annotations
@@ -19,11 +17,16 @@ def block_masses(
 ) -> torch.Tensor:
     """The attention mass of every block, for one request and layer.
 
-    query: ``[heads, head_dim]``, the newest token's query.
-    keys: ``[blocks, kv_heads, block_size, head_dim]``, in logical order.
-    num_tokens: tokens in the cache; the rest of the last block is ignored.
-    scale: the softmax scale.
-    Returns float32 ``[blocks]``; sums to the number of query heads.
+    Paper, equation "importance score" for grouped-query attention, by softmax in place of q.k.
+
+    Args:
+        query: ``[heads, head_dim]``, any float dtype, the newest token's query.
+        keys: ``[blocks, kv_heads, block_size, head_dim]``, any float dtype, in logical order.
+        num_tokens: tokens in the cache; the rest of the last block is ignored.
+        scale: the softmax scale.
+
+    Returns:
+        float32 ``[blocks]``; sums to the number of query heads.
     """
     num_blocks, num_kv_heads, block_size, head_dim = keys.shape
     grouped = query.view(num_kv_heads, -1, head_dim).float()  # [kv_heads, group, head_dim]

@@ -38,11 +38,14 @@ class Due(enum.Enum):
 class DraftBlockTable:
     """The draft block table of one request, for every layer.
 
-    budget_tokens: ``|B|``; sink_tokens: ``|S|``; both are rounded to whole blocks
-    (sinks up, the budget down, but never below sinks + 2 blocks).
-    refresh_tokens: select again when that many tokens were written since the last
-    selection; None is the paper's rule: when no selected block is left, unless it is
-    forgotten before (``draft/self_draft.py`` says when that pays).
+    Args:
+        mode: whether blocks are left out, and selected again.
+        block_size: tokens of a KV block.
+        budget_tokens: ``|B|``, rounded down to whole blocks, but never below sinks + 2 blocks.
+        sink_tokens: ``|S|``, rounded up to whole blocks.
+        refresh_tokens: select again when that many tokens were written since the last
+            selection; None is the paper's rule: when no selected block is left, unless it is
+            forgotten before (the planner of self-draft passes says when that pays).
     """
 
     def __init__(
@@ -69,7 +72,11 @@ class DraftBlockTable:
         self._tables.clear()
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether the whole sequence fits the budget: then there is nothing to leave out."""
+        """Whether a sequence fits the budget whole: then there is nothing to leave out.
+
+        Args:
+            num_tokens: of the sequence.
+        """
         return -(-num_tokens // self.block_size) <= self.budget_blocks
 
     @property
@@ -78,17 +85,35 @@ class DraftBlockTable:
         return self.mode is Mode.DYNAMIC and self.refresh_tokens is None
 
     def age(self, num_tokens: int) -> int:
-        """Tokens written since the selection that a pass reads by, 0 where it reads all blocks."""
+        """Tokens written since the selection that a pass reads by.
+
+        Args:
+            num_tokens: of the sequence that it reads.
+
+        Returns:
+            The age in tokens, 0 where the pass reads all blocks.
+        """
         if self._selected is None or self.mode is Mode.FULL or self.fits(num_tokens):
             return 0
         return num_tokens - self._selected_at
 
     def needs_selection(self, num_tokens: int) -> bool:
-        """Whether the scores have to be computed (again) before the next partial pass."""
+        """Whether the scores have to be computed (again) before the next partial pass.
+
+        Args:
+            num_tokens: of the sequence that it reads.
+        """
         return self.due(num_tokens) is not None
 
     def due(self, num_tokens: int) -> Due | None:
-        """Why the scores have to be computed, None where they need not be."""
+        """Why the scores have to be computed before the next partial pass.
+
+        Args:
+            num_tokens: of the sequence that it reads.
+
+        Returns:
+            The reason, None where they need not be computed.
+        """
         if self.mode is Mode.FULL or self.fits(num_tokens):
             return None
         if self._selected is None:
@@ -103,10 +128,11 @@ class DraftBlockTable:
         return Due.USED_UP if self._room(num_tokens) <= 0 else None
 
     def select(self, masses: npt.NDArray[np.float32], num_tokens: int) -> None:
-        """Ranks the blocks between the sinks and the newest.
+        """Ranks the blocks between the sinks and the newest; ties go to the newer block.
 
-        masses: float32 ``[layers, blocks]`` over all blocks of the sequence;
-        num_tokens: tokens in the cache. Ties go to the newer block.
+        Args:
+            masses: float32 ``[layers, blocks]`` over all blocks of the sequence.
+            num_tokens: tokens in the cache.
         """
         self._first_recent = (num_tokens - 1) // self.block_size
         self._selected_at = num_tokens
@@ -118,11 +144,15 @@ class DraftBlockTable:
         self._tables.clear()
 
     def blocks(self, num_tokens: int, num_layers: int) -> npt.NDArray[np.int32]:
-        """The logical blocks of a draft pass, ascending: int32 ``[layers, blocks]``.
+        """The logical blocks that a draft pass reads.
 
-        num_tokens: tokens in the cache, the one that the pass writes included.
-        The last column is always the block of the newest token, so that a
-        sequence of these blocks is full up to its last block.
+        Args:
+            num_tokens: tokens in the cache, the one that the pass writes included.
+            num_layers: of the model.
+
+        Returns:
+            int32 ``[layers, blocks]``, ascending. The last column is always the block of the
+            newest token, so that a sequence of these blocks is full up to its last block.
         """
         num_blocks = -(-num_tokens // self.block_size)
         key = num_blocks, num_layers
