@@ -34,7 +34,7 @@ CAVEATS = {
 
 # Where a record has no field of that name.
 _OTHER_NAMES = {"versions": "software"}
-_NOT_SAID = ("", None, "not in a repository")
+_NOT_SAID = ("", None, "not in a repository", "no commit")
 _PLACEHOLDER = re.compile(r"\{(\d):([^}]+)\}")
 
 

@@ -30,6 +30,7 @@ their favour. ``ngram`` refuses min-p, and gets top-p 0.9 and vLLM's repetition 
 from __future__ import annotations
 
 import argparse
+import datetime
 import itertools
 import json
 import platform
@@ -444,7 +445,7 @@ def of_record(arguments: argparse.Namespace, description: dict[str, Any]) -> dic
 
 
 def describe(llm: Any, words: Sequence[str], num_others: int) -> dict[str, Any]:
-    """What produced a record: command, engine, versions, commit and hardware.
+    """What produced a record: command, engine, versions, commit, hardware and date.
 
     words: the command line, without the program. num_others: commands that share its engine.
     """
@@ -468,6 +469,7 @@ def describe(llm: Any, words: Sequence[str], num_others: int) -> dict[str, Any]:
             "triton": triton.__version__,
             "python": platform.python_version(),
         },
+        "date": datetime.date.today().isoformat(),
     }
 
 
