@@ -10,11 +10,6 @@ import pytest
 
 from benchmarks import figures
 
-WITHOUT_RECORDS = {
-    "design-notes.md": "why constants are what they are, as found when they were set",
-}
-"""Pages whose numbers are no claims about speed, with what they are instead."""
-
 PAGES = figures.pages()
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -50,8 +45,7 @@ def test_every_figure_is_its_records(page: Path) -> None:
 
 @every_page
 def test_every_number_that_reads_like_a_measurement_is_tied_to_a_record(page: Path) -> None:
-    if page.name not in WITHOUT_RECORDS:
-        assert figures.untied(page.read_text()) == []
+    assert figures.untied(page.read_text()) == []
 
 
 def test_readme_and_the_page_of_results_have_figures() -> None:
