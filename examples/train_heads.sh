@@ -7,7 +7,7 @@
 # form: each reads the token drafted before it. On a machine without a GPU, for a try:
 #
 #   examples/train_heads.sh "$(vllm-tokenswift prepare-model)" heads 20000 \
-#       --vocabulary 2048 --num-steps 20 --seq-tokens 512
+#       --vocabulary 2048 --num-steps 20 --batch-size 4 --seq-tokens 512
 #
 # A run that was interrupted goes on when it is started again. Afterwards:
 #
@@ -21,4 +21,3 @@ shift $(($# < 3 ? $# : 3))
 vllm-tokenswift train --model "$model" --self-distill "$tokens" --out "$heads" \
     --form conditioned --vocabulary 8192 --learning-rate 3e-3 --num-steps 1000 \
     --batch-size 24 --grad-accumulation 1 --seq-tokens 2048 "$@"
-vllm-tokenswift inspect "$heads"
