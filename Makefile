@@ -42,7 +42,7 @@ quality: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(TEST_ENV) $(BIN)/python -m pytest -q tests/test_drift.py tests/test_patches.py
+	$(TEST_ENV) $(BIN)/python -m pytest -q tests/unit/patches
 
 bench: model
 	$(ENGINE_ENV) $(BIN)/python -m benchmarks.losslessness

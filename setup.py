@@ -18,8 +18,8 @@ setup(
     packages=[*find_packages(include=["vllm_tokenswift*"]), "vllm_tokenswift.patches"],
     ext_modules=[
         Extension(
-            "vllm_tokenswift.heads._cpu_chain",
-            ["vllm_tokenswift/heads/cpu_chain.c"],
+            "vllm_tokenswift.cpu._head_chain",
+            ["vllm_tokenswift/cpu/head_chain.c"],
             extra_compile_args=["-std=c11", "-O3", "-fopenmp"],
             extra_link_args=["-fopenmp"],
             libraries=["m"],

@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks import record
 from benchmarks.replay import COSTS, texts
-from vllm_tokenswift.draft.candidates import HeadCandidates
-from vllm_tokenswift.draft.planner import PlanMode, Planner
+from vllm_tokenswift.draft.planner.planner import PlanMode, Planner
+from vllm_tokenswift.draft.proposals.head_proposals import HeadProposals
 from vllm_tokenswift.draft.replay import replay
 from vllm_tokenswift.tree import DraftTree
 
@@ -74,7 +74,7 @@ def steps_of(tokens: Sequence[int], planner: Planner, limit: int) -> list[tuple[
     """(tokens, modelled ms) of every iteration, look-up sources only."""
     steps: list[tuple[int, float]] = []
 
-    def note(done: int, tree: DraftTree, accepted: list[int], _: HeadCandidates | None) -> None:
+    def note(done: int, tree: DraftTree, accepted: list[int], _: HeadProposals | None) -> None:
         ms = planner.cost.tree_ms(len(tree), len(tree.chains) - 1, done)
         steps.append((min(len(accepted) + 1, len(tokens) - done), ms))
 

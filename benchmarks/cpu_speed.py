@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks import record
 from benchmarks.long_generation import NGRAM
 from benchmarks.prompts import NUMBERS, STORY
-from vllm_tokenswift import demo_model
+from vllm_tokenswift.demo import model as demo_model
 from vllm_tokenswift.demo.engine_process import EngineProcess
 from vllm_tokenswift.demo.measures import distinct
 from vllm_tokenswift.demo.texts import PENALISED, WINDOWED_PENALTY, TextRequest, Written

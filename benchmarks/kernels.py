@@ -34,9 +34,20 @@ import numpy as np
 import torch
 import triton
 
-from vllm_tokenswift.cuda.block_scores import block_scores, block_scores_reference
-from vllm_tokenswift.cuda.cache_layout import CacheLayers
-from vllm_tokenswift.cuda.descent_kernels import (
+from vllm_tokenswift.cuda.attention.block_scores import block_scores, block_scores_reference
+from vllm_tokenswift.cuda.attention.cache_layout import CacheLayers
+from vllm_tokenswift.cuda.attention.kv_move import move_kv, move_kv_reference
+from vllm_tokenswift.cuda.attention.prefix_kernel import (
+    prefix_attention,
+    prefix_attention_reference,
+)
+from vllm_tokenswift.cuda.attention.tree_kernel import (
+    pack_ancestors,
+    tree_attention,
+    tree_attention_reference,
+    unpack_ancestors,
+)
+from vllm_tokenswift.cuda.heads.beam_kernels import (
     ENTRY,
     WIDTH,
     choose_paths,
@@ -44,22 +55,17 @@ from vllm_tokenswift.cuda.descent_kernels import (
     leave_head,
     top_tokens,
 )
-from vllm_tokenswift.cuda.kv_move import move_kv, move_kv_reference
-from vllm_tokenswift.cuda.penalty import penalise_windows, penalise_windows_reference
-from vllm_tokenswift.cuda.prefix_attention import prefix_attention, prefix_attention_reference
-from vllm_tokenswift.cuda.scorer import sample_rows, sample_rows_reference
-from vllm_tokenswift.cuda.seed_noise import SeedNoise
-from vllm_tokenswift.cuda.tree_attention import (
-    pack_ancestors,
-    tree_attention,
-    tree_attention_reference,
-    unpack_ancestors,
+from vllm_tokenswift.cuda.sampling.penalty_kernel import (
+    penalise_windows,
+    penalise_windows_reference,
 )
-from vllm_tokenswift.draft.likeliest import COLUMNS, NOTHING, NUM_LIKELIEST
-from vllm_tokenswift.engine.descent import PATHS
+from vllm_tokenswift.cuda.sampling.sample_kernel import sample_rows, sample_rows_reference
+from vllm_tokenswift.cuda.sampling.seed_noise import SeedNoise
+from vllm_tokenswift.draft.top_tokens import COLUMNS, NOTHING, NUM_LIKELIEST
+from vllm_tokenswift.engine.head_beam import BEAM_WIDTH
 from vllm_tokenswift.heads.model import ConditionedHead
 from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
-from vllm_tokenswift.sampling.window import penalise
+from vllm_tokenswift.sampling.penalty.window import penalise
 from vllm_tokenswift.tree import DraftTree
 
 DEVICE = torch.device("cuda")
@@ -405,8 +411,8 @@ def check_scorer(report: Report) -> None:
 def check_heads(report: Report) -> None:
     """The kernels between a descent's matrix products, each in memory of its own.
 
-    Not the graphs that hold them (``cuda/head_graph.py``): without PyTorch's caching of memory
-    nothing can be captured.
+    Not the graphs that hold them (``cuda/heads/beam_graph.py``): without PyTorch's caching of
+    memory nothing can be captured.
     """
     for hidden, dtype in ((576, torch.float32), (4096, torch.bfloat16)):
         check_head_states(report, hidden, dtype)
@@ -451,7 +457,7 @@ def check_head_tokens(report: Report, part: int, dtype: torch.dtype) -> None:
     scales = torch.tensor([plain, positive, negative, powers], device=DEVICE).T.contiguous()
     tokens = torch.randperm(2 * part, device=DEVICE)[:part]
     penalised = torch.randint(2, (len(draws), part), dtype=torch.uint8, device=DEVICE)
-    logits = (torch.randn(len(draws) * PATHS, part, device=DEVICE) * 3).to(dtype)
+    logits = (torch.randn(len(draws) * BEAM_WIDTH, part, device=DEVICE) * 3).to(dtype)
     entries = torch.full((len(logits), ENTRY), -1, dtype=torch.int32, device=DEVICE)
     top_tokens(
         logits,
@@ -464,11 +470,15 @@ def check_head_tokens(report: Report, part: int, dtype: torch.dtype) -> None:
         level,
     )
     by_sign = torch.where(penalised[:, None].bool(), scales[:, 1:3, None], scales[:, :1, None])
-    expected = DraftVocabulary.probabilities(logits, by_sign.repeat_interleave(PATHS, 0)).double()
+    expected = DraftVocabulary.probabilities(
+        logits, by_sign.repeat_interleave(BEAM_WIDTH, 0)
+    ).double()
     for request, (draw, position, power) in enumerate(zip(draws, positions, powers, strict=True)):
         foresight = draw.foresight_from(position)
         noise = torch.tensor([foresight.noise(level, token) for token in tokens.tolist()])
-        expected[request * PATHS : (request + 1) * PATHS] /= noise.double().to(DEVICE) ** power
+        expected[request * BEAM_WIDTH : (request + 1) * BEAM_WIDTH] /= (
+            noise.double().to(DEVICE) ** power
+        )
     expected /= expected.sum(-1, keepdim=True)
     # Of equals the first counts.
     order = expected.argsort(dim=-1, descending=True, stable=True)[:, :WIDTH]
@@ -492,13 +502,13 @@ def check_head_paths(report: Report) -> None:
     choose_paths(entries, tokens, least)
     products = (above.view(-1, 1) * shares).view(len(above), -1)
     best = products.sort(descending=True, stable=True)
-    followed = (best.values[:, :PATHS] >= least).flatten()
-    first_paths = torch.arange(0, above.numel(), PATHS, device=DEVICE)[:, None]
-    places = best.indices[:, :PATHS]
+    followed = (best.values[:, :BEAM_WIDTH] >= least).flatten()
+    first_paths = torch.arange(0, above.numel(), BEAM_WIDTH, device=DEVICE)[:, None]
+    places = best.indices[:, :BEAM_WIDTH]
     report.check(
         "chances of followed paths",
         chances[1, :, 0],
-        best.values[:, :PATHS].flatten() * followed,
+        best.values[:, :BEAM_WIDTH].flatten() * followed,
         0.0,
     )
     for name, actual, expected in (

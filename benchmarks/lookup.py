@@ -34,15 +34,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from vllm_tokenswift.draft.candidates import NO_ROW, HeadCandidates
-from vllm_tokenswift.draft.cost import CostModel
-from vllm_tokenswift.draft.foresight import Foresight
-from vllm_tokenswift.draft.likeliest import COLUMNS, NOTHING, NUM_LIKELIEST, Heard
-from vllm_tokenswift.draft.ngrams import NgramTable
-from vllm_tokenswift.draft.noise import MURMUR
-from vllm_tokenswift.draft.planner import DraftRequest, Planner
-from vllm_tokenswift.draft.state import DraftState
-from vllm_tokenswift.draft.suffix import SuffixIndex
+from vllm_tokenswift.draft.draft_state import DraftState
+from vllm_tokenswift.draft.exponential_noise import MURMUR
+from vllm_tokenswift.draft.gumbel_noise import GumbelNoise
+from vllm_tokenswift.draft.planner.cost_model import CostModel
+from vllm_tokenswift.draft.planner.planner import PlannedRequest, Planner
+from vllm_tokenswift.draft.proposals.head_proposals import NO_ROW, HeadProposals
+from vllm_tokenswift.draft.proposals.ngram_table import NgramTable
+from vllm_tokenswift.draft.proposals.suffix_index import SuffixIndex
+from vllm_tokenswift.draft.top_tokens import COLUMNS, NOTHING, NUM_LIKELIEST, VerifyTopK
 from vllm_tokenswift.draft.warm_up import warm_up
 from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
 
@@ -83,7 +83,7 @@ HEAD_CHANCES = (0.5, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01, 0.01)
 PATHS_BELOW = ((1, 2), (3, 4), (), (), ())
 
 
-def heads_at(text: list[int], position: int) -> HeadCandidates:
+def heads_at(text: list[int], position: int) -> HeadProposals:
     """Heads that know the next two tokens of the text, among others."""
     rng = random.Random(position)
     rows = [[rng.randrange(49_152) for _ in HEAD_CHANCES] for _ in PATHS_BELOW]
@@ -91,21 +91,21 @@ def heads_at(text: list[int], position: int) -> HeadCandidates:
         row[0] = token
     below = [[*rows_below, *[NO_ROW] * (8 - len(rows_below))] for rows_below in PATHS_BELOW]
     chances = [list(HEAD_CHANCES) for _ in PATHS_BELOW]
-    return HeadCandidates(rows, chances, free=True, below=below, foreseen=True)
+    return HeadProposals(rows, chances, free=True, below=below, foreseen=True)
 
 
-def heard_at(tree: DraftTree, tokens: list[int]) -> Heard:
+def heard_at(tree: DraftTree, tokens: list[int]) -> VerifyTopK:
     """At each node the target's likeliest is the draft after next, and three others follow."""
     rng = random.Random(tokens[0])
     said = np.full((len(tree) + 1, COLUMNS), NOTHING, np.int32)
     said[:, :4] = [[rng.randrange(49_152) for _ in range(4)] for _ in said]
     said[: len(tree), 0] = tree.tokens
     said[:, NUM_LIKELIEST : NUM_LIKELIEST + 4] = np.array([0.7, 0.1, 0.1, 0.1], "f4").view("i4")
-    return Heard(tree, said)
+    return VerifyTopK(tree, said)
 
 
-def foresight_at(position: int) -> Foresight:
-    return Foresight(MURMUR, lambda _: np.array([7, position], np.uint64))
+def foresight_at(position: int) -> GumbelNoise:
+    return GumbelNoise(MURMUR, lambda _: np.array([7, position], np.uint64))
 
 
 class Iterations:
@@ -120,12 +120,12 @@ class Iterations:
 
     def plan(self, tokens: list[int]) -> None:
         self.state.extend(tokens)
-        self.planner.plan([DraftRequest(self.state, None, self.state.num_tokens, self.nodes)])
+        self.planner.plan([PlannedRequest(self.state, None, self.state.num_tokens, self.nodes)])
 
-    def plan_with_heads(self, tokens: list[int], heads: HeadCandidates, heard: Heard) -> None:
+    def plan_with_heads(self, tokens: list[int], heads: HeadProposals, heard: VerifyTopK) -> None:
         self.state.extend(tokens, heard)
         position = self.state.num_tokens
-        request = DraftRequest(
+        request = PlannedRequest(
             self.state, None, position, self.nodes, foresight=foresight_at(position)
         )
         self.planner.wants_free_heads([request])

@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks import record
 from benchmarks.prompts import TWENTY
-from vllm_tokenswift import demo_model
+from vllm_tokenswift.demo import model as demo_model
 from vllm_tokenswift.demo.engine_process import EngineProcess, run
 from vllm_tokenswift.demo.measures import first_difference
 from vllm_tokenswift.demo.texts import PENALISED, WINDOWED_PENALTY, Batch, TextRequest, Written

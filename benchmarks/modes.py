@@ -33,7 +33,7 @@ from vllm_tokenswift.demo.texts import WINDOWED_PENALTY, Batch
 from vllm_tokenswift.options import TokenSwiftOptions
 
 if TYPE_CHECKING:
-    from vllm_tokenswift.engine.drafting import Drafter
+    from vllm_tokenswift.engine.drafter import Drafter
     from vllm_tokenswift.heads.model import DraftHeads
 
 PLAIN, AUTO, NGRAM = "plain", "auto", "ngram"

@@ -55,7 +55,7 @@ from benchmarks.modes import (
     ngram_sampling,
 )
 from benchmarks.prompts import CODE, RANDOM_NUMBERS, STORIES
-from vllm_tokenswift import demo_model
+from vllm_tokenswift.demo import model as demo_model
 from vllm_tokenswift.demo.measures import distinct
 from vllm_tokenswift.demo.texts import PENALISED, Batch, TextRequest, WrittenBatch
 

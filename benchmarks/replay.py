@@ -17,8 +17,8 @@ import zlib
 from dataclasses import asdict
 from pathlib import Path
 
-from vllm_tokenswift.draft.cost import CostModel
-from vllm_tokenswift.draft.planner import PlanMode, Planner
+from vllm_tokenswift.draft.planner.cost_model import CostModel
+from vllm_tokenswift.draft.planner.planner import PlanMode, Planner
 from vllm_tokenswift.draft.replay import noisy_heads, replay
 from vllm_tokenswift.explain.replayed import ReplayRecorder
 from vllm_tokenswift.explain.stretches import regret_report, stretches, total

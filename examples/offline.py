@@ -7,7 +7,7 @@ import sys
 
 from vllm import LLM, SamplingParams
 
-from vllm_tokenswift import demo_model
+from vllm_tokenswift.demo import model as demo_model
 
 
 def main() -> None:

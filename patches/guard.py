@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from vllm_tokenswift import versions, ways_in
+from vllm_tokenswift import speculative_config as ways_in
+from vllm_tokenswift import versions
 
 _NAME = "create_speculative_config"
 

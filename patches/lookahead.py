@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_tokenswift import ways_in
+from vllm_tokenswift import speculative_config as ways_in
 from vllm_tokenswift.options import TokenSwiftOptions
 
 if TYPE_CHECKING:

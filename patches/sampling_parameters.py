@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_tokenswift import ways_in
+from vllm_tokenswift import speculative_config as ways_in
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -29,7 +29,7 @@ def validate_spec_decode(original: Callable[..., None]) -> Callable[..., None]:
             return original(self, speculative_config)
         from vllm.exceptions import VLLMValidationError
 
-        from vllm_tokenswift.sampling.params import validate
+        from vllm_tokenswift.sampling.request_parameters import validate
 
         try:
             validate(self)

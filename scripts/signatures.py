@@ -40,7 +40,9 @@ def seams() -> list[str]:
 
 
 def snapshot_path(version: str) -> Path:
-    return ROOT / "tests" / "data" / f"signatures-{versions.minor(version)}.json"
+    return (
+        ROOT / "tests" / "unit" / "patches" / "data" / f"signatures-{versions.minor(version)}.json"
+    )
 
 
 def installed_source() -> Path | None:

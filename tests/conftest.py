@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_tokenswift.demo_model import CHECKPOINT_NAME
-from vllm_tokenswift.draft.compiled import CACHE_NAME
-from vllm_tokenswift.home import cache_home
+from vllm_tokenswift.common.cache_folder import cache_home
+from vllm_tokenswift.common.compiled import CACHE_NAME
+from vllm_tokenswift.demo.model import CHECKPOINT_NAME
 
 # Before vLLM is imported by any test: no model hub, no statistics.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -81,7 +81,7 @@ def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def demo_model(own_home: Path) -> Path:
     """The converted demo model; made first where it is missing."""
-    from vllm_tokenswift import demo_model
+    from vllm_tokenswift.demo import model as demo_model
 
     return demo_model.prepare((own_home / CHECKPOINT_NAME).readlink())
 

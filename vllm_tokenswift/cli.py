@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 COMMAND_MODULES = (
-    "vllm_tokenswift.demo_model",
+    "vllm_tokenswift.demo.model",
     "vllm_tokenswift.heads.cli",
     "vllm_tokenswift.explain.cli",
 )

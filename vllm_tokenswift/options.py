@@ -16,7 +16,7 @@ from typing import Any
 MAX_DRAFT_NODES = 128
 """A tree kernel keeps a node's ancestors as bit masks of this many nodes."""
 MAX_HEAD_TREE_NODES = 1024
-MAX_PASSES_IN_A_ROW = 4
+MAX_SELF_DRAFT_STEPS = 4
 """Self-draft passes of one step; KV slots are reserved for each."""
 
 
@@ -118,7 +118,7 @@ class TokenSwiftOptions:
     self_draft: str = _option(
         "auto",
         "Draft passes over the partial KV cache: when they pay, in every iteration, or never. "
-        f"Where plan is auto, up to {MAX_PASSES_IN_A_ROW} are made in a row.",
+        f"Where plan is auto, up to {MAX_SELF_DRAFT_STEPS} are made in a row.",
         unit="choice",
         origin="further passes pay only where reading KV outweighs reading weights",
         choices=("auto", "always", "off"),
@@ -270,7 +270,7 @@ class TokenSwiftOptions:
         """KV slots needed beyond the scheduled tokens: those of a step that is not scheduled yet.
 
         Draft passes fill them with approximations that the verify pass overwrites, and a pass
-        launched ahead of its schedule (``engine/ahead.py``) writes there.
+        launched ahead of its schedule (``engine/prelaunch.py``) writes there.
         """
         return 1 + self.num_speculative_tokens
 

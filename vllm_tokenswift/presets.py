@@ -7,7 +7,7 @@ A preset has three parts, because they are used in three places:
   (temperature and top-p or min-p are a request's in vLLM, never the engine's);
 * :func:`training_recipe`: how the heads were trained.
 
-Numbers of the five base models are from the paper's appendix "Additional Training and
+SamplingNumbers of the five base models are from the paper's appendix "Additional Training and
 Inference Details" (its tables of training and of inference details). Those of the two
 32B models are from the authors' released inference and training scripts for
 DeepSeek-R1-Distill-Qwen-32B; they released QwQ-32B with the same structure and no script,

@@ -9,7 +9,7 @@ import pytest
 from engine_kit import engine, generate, prompt_of, tokenswift
 from vllm import SamplingParams
 
-from vllm_tokenswift.draft.cost import CostModel
+from vllm_tokenswift.draft.planner.cost_model import CostModel
 
 # Measured costs would decide how often heads are asked, and change with what else is running.
 COST = CostModel(verify_points=((1, 10.0), (64, 11.0)), heads_ms=0.1)

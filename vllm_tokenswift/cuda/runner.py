@@ -15,27 +15,27 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_tokenswift.cuda.backend import tree_backends
-from vllm_tokenswift.cuda.draft_graphs import GraphedDraftPass, first_rows
-from vllm_tokenswift.cuda.graph_shapes import TreeGraphDispatcher, graph_widths
-from vllm_tokenswift.cuda.head_graph import MAX_VOCABULARY, HeadGraphs
-from vllm_tokenswift.cuda.prepared_pass import PreparedPass, prepare_passes
-from vllm_tokenswift.cuda.tree_scorer import CUDATreeScorer
-from vllm_tokenswift.cuda.tree_verifier import CUDATreeAttention
-from vllm_tokenswift.draft.cost import CostModel
-from vllm_tokenswift.engine.cost_curve import Pass, Shape
-from vllm_tokenswift.engine.descent import Descent
+from vllm_tokenswift.cuda.attention.backend import tree_backends
+from vllm_tokenswift.cuda.attention.tree_attention import CUDATreeAttention
+from vllm_tokenswift.cuda.graphs.draft_graph import GraphedDraftPass, first_rows
+from vllm_tokenswift.cuda.graphs.shapes import TreeGraphDispatcher, graph_widths
+from vllm_tokenswift.cuda.graphs.verify_graph import VerifyGraph, prepare_passes
+from vllm_tokenswift.cuda.heads.beam_graph import MAX_VOCABULARY, HeadBeamGraphs
+from vllm_tokenswift.cuda.sampling.tree_sampler import CUDATreeSampler
+from vllm_tokenswift.draft.planner.cost_model import CostModel
 from vllm_tokenswift.engine.draft_pass import DraftPass
+from vllm_tokenswift.engine.head_beam import HeadBeam
+from vllm_tokenswift.engine.profiling.pass_times import Pass, Shape
 from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
 from vllm_tokenswift.engine.tree_attention import TreeAttention
-from vllm_tokenswift.engine.worker_mixin import TokenSwiftWorkerMixin
+from vllm_tokenswift.engine.worker import TokenSwiftWorkerMixin
 from vllm_tokenswift.heads.model import DraftHeads
 from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
 from vllm_tokenswift.tree import DraftTree
 
 
 class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
-    scorer_cls = CUDATreeScorer
+    scorer_cls = CUDATreeSampler
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -53,7 +53,7 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
             and not parallel.enable_eplb
             and vllm_config.kv_transfer_config is None  # KV may come between two steps
         )
-        self._prepared: dict[BatchDescriptor, PreparedPass] = {}
+        self._prepared: dict[BatchDescriptor, VerifyGraph] = {}
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with tree_backends(self.vllm_config):
@@ -115,7 +115,7 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
         if self.launches_ahead:
             self._prepared = prepare_passes(self, self.graphs.full_shapes)
 
-    def prepared_pass(self, shape: BatchDescriptor) -> PreparedPass | None:
+    def prepared_pass(self, shape: BatchDescriptor) -> VerifyGraph | None:
         return self._prepared.get(shape)
 
     def _warmup_and_capture(self, desc: BatchDescriptor, *args: Any, **kwargs: Any) -> None:
@@ -147,7 +147,7 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
     def _warm_up_kernels(self) -> None:
         """A kept cost curve spares passes, not the compiling of what requests launch."""
         assert isinstance(self.tree_attention, CUDATreeAttention)
-        assert isinstance(self.scorer, CUDATreeScorer)
+        assert isinstance(self.scorer, CUDATreeSampler)
         drafts = (
             self.options.self_draft != "off" and self.max_model_len > self.options.budget_tokens
         )
@@ -163,11 +163,11 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
 
     def make_descent(
         self, heads: DraftHeads, part: DraftVocabulary, lm_rows: torch.Tensor, least_chance: float
-    ) -> Descent | None:
+    ) -> HeadBeam | None:
         if not self.graphs.wide_shapes or len(part.tokens) > MAX_VOCABULARY:
             return None
         embed = self.model.embed_input_ids
-        return HeadGraphs(heads, part, lm_rows, embed, least_chance, self.max_num_reqs)
+        return HeadBeamGraphs(heads, part, lm_rows, embed, least_chance, self.max_num_reqs)
 
     def verify_shapes(self) -> list[Shape]:
         """Captured shapes: one request at every width, then more requests at the widest."""

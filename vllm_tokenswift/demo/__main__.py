@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_tokenswift import demo_model
+from vllm_tokenswift.demo import model as demo_model
 from vllm_tokenswift.demo.engine_process import run
 from vllm_tokenswift.demo.measures import Comparison, table
 from vllm_tokenswift.demo.plot import time_against_tokens

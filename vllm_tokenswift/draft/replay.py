@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm_tokenswift.draft.candidates import HeadCandidates
-from vllm_tokenswift.draft.own_tokens import OwnPath
-from vllm_tokenswift.draft.planner import DraftRequest, Planner
-from vllm_tokenswift.draft.self_draft import PathEnd, SelfDraftPlanner
-from vllm_tokenswift.draft.state import DraftState
+from vllm_tokenswift.draft.draft_state import DraftState
+from vllm_tokenswift.draft.planner.planner import PlannedRequest, Planner
+from vllm_tokenswift.draft.planner.self_draft import PathEnd, SelfDraftPlanner
+from vllm_tokenswift.draft.planner.self_draft_acceptance import SelfDraftPath
+from vllm_tokenswift.draft.proposals.head_proposals import HeadProposals
 from vllm_tokenswift.tree import DraftTree
 
-Heads = Callable[[int], HeadCandidates | None]
-OnIteration = Callable[[int, DraftTree, list[int], HeadCandidates | None], None]
+Heads = Callable[[int], HeadProposals | None]
+OnIteration = Callable[[int, DraftTree, list[int], HeadProposals | None], None]
 """(tokens before the iteration, its tree, accepted nodes, what heads were drafted with)"""
 
 
@@ -75,14 +75,14 @@ def replay(
     while done < len(tokens):
         heads = free_heads(done) if free_heads else None
         began = time.process_time()
-        request = DraftRequest(state, heads, done, limit)
+        request = PlannedRequest(state, heads, done, limit)
         if self_heads is not None and planner.wants_self_draft([request])[0]:
             heads = self_heads(done)
             num_passes = 1
             if heads is not None and most_passes > 1:
                 heads = _in_a_row(heads, request, passes_in_a_row, most_passes)
                 num_passes = heads.own_depths
-            request = DraftRequest(state, heads, done, limit)
+            request = PlannedRequest(state, heads, done, limit)
             self_drafts += num_passes
             step_ms += num_passes * cost.draft_pass_ms(min(planner.budget, done))
         (tree,) = planner.plan([request])
@@ -114,10 +114,10 @@ def replay(
 
 
 def _in_a_row(
-    said: HeadCandidates, request: DraftRequest, planner: SelfDraftPlanner, most_passes: int
-) -> HeadCandidates:
+    said: HeadProposals, request: PlannedRequest, planner: SelfDraftPlanner, most_passes: int
+) -> HeadProposals:
     """What is said by as many passes as the planner wants; said: by all, a row each."""
-    path = OwnPath()
+    path = SelfDraftPath()
     while True:
         depth = len(path.tokens)
         row, chances = said.tokens[depth], said.probabilities[depth]
@@ -127,7 +127,7 @@ def _in_a_row(
             break
     request.state.own_tokens.said(path)
     num_passes = len(path.tokens)
-    return HeadCandidates(
+    return HeadProposals(
         said.tokens[:num_passes],
         said.probabilities[:num_passes],
         free=False,
@@ -143,7 +143,7 @@ def noisy_heads(
     Depth d is the d-th token after the committed ones.
     """
 
-    def heads(done: int) -> HeadCandidates | None:
+    def heads(done: int) -> HeadProposals | None:
         rng = random.Random(seed * 1_000_003 + done)
         rows: list[list[int]] = []
         for depth, rates in enumerate(hit_rates):
@@ -156,6 +156,6 @@ def noisy_heads(
                     break
                 draw -= rate
             rows.append(row)
-        return HeadCandidates(rows, hit_rates, free)
+        return HeadProposals(rows, hit_rates, free)
 
     return heads

@@ -14,17 +14,17 @@ from typing import get_args
 
 import numpy as np
 
-from vllm_tokenswift.draft.candidates import HeadCandidates
-from vllm_tokenswift.draft.compiled import everything_compiled
-from vllm_tokenswift.draft.cost import CostModel
-from vllm_tokenswift.draft.foresight import Foresight
-from vllm_tokenswift.draft.likeliest import COLUMNS, NOTHING, Heard
-from vllm_tokenswift.draft.noise import SPLITMIX, Keys
-from vllm_tokenswift.draft.own_tokens import OwnPath
-from vllm_tokenswift.draft.planner import DraftRequest, PlanMode, Planner
-from vllm_tokenswift.draft.source_gain import NO_NODES
-from vllm_tokenswift.draft.state import DraftState
-from vllm_tokenswift.draft.trie import num_followed
+from vllm_tokenswift.common.compiled import everything_compiled
+from vllm_tokenswift.draft.draft_state import DraftState
+from vllm_tokenswift.draft.exponential_noise import SPLITMIX, Keys
+from vllm_tokenswift.draft.gumbel_noise import GumbelNoise
+from vllm_tokenswift.draft.planner.cost_model import CostModel
+from vllm_tokenswift.draft.planner.planner import PlanMode, PlannedRequest, Planner
+from vllm_tokenswift.draft.planner.self_draft_acceptance import SelfDraftPath
+from vllm_tokenswift.draft.planner.source_benefit import NO_NODES
+from vllm_tokenswift.draft.proposals.head_proposals import HeadProposals
+from vllm_tokenswift.draft.top_tokens import COLUMNS, NOTHING, VerifyTopK
+from vllm_tokenswift.draft.tree_builder import num_followed
 from vllm_tokenswift.tree import EMPTY_TREE
 
 # A slow core takes a fourth of it.
@@ -42,16 +42,16 @@ def warm_up(mode: PlanMode) -> None:
     planner = Planner(cost, mode=mode, shapes_of=lambda _: [(4, 8)])
     state = DraftState(sampled=True)
     state.extend([*range(200), 0, 1, 2, 0, 1])  # long enough for every table to grow
-    foresight = Foresight(SPLITMIX, _keys)
+    foresight = GumbelNoise(SPLITMIX, _keys)
     foresight.weighed(0.5, 0, 7)
-    OwnPath().follow([7], [0.5], 0, state.cells, foresight)
-    heads = HeadCandidates([[7, 8], [9, 9]], [[0.6, 0.2], [0.3, 0.2]], free=False)
+    SelfDraftPath().follow([7], [0.5], 0, state.cells, foresight)
+    heads = HeadProposals([[7, 8], [9, 9]], [[0.6, 0.2], [0.3, 0.2]], free=False)
     for candidates in (None, heads):
-        request = DraftRequest(state, candidates, state.num_tokens, 8, foresight=foresight)
+        request = PlannedRequest(state, candidates, state.num_tokens, 8, foresight=foresight)
         planner.plan([request])
         planner.plan([request, request])
-    state.extend([2], Heard(EMPTY_TREE, np.full((1, COLUMNS), NOTHING, np.int32)))
-    planner.plan([DraftRequest(state, None, state.num_tokens, 8, foresight=foresight)])
+    state.extend([2], VerifyTopK(EMPTY_TREE, np.full((1, COLUMNS), NOTHING, np.int32)))
+    planner.plan([PlannedRequest(state, None, state.num_tokens, 8, foresight=foresight)])
     num_followed(NO_NODES, np.zeros(1, np.int32))
     assert state.contexts is not None
     state.contexts.drop_lighter()

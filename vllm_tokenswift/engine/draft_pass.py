@@ -19,7 +19,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 
-from vllm_tokenswift.engine.staging import Staging
+from vllm_tokenswift.common.staging import Staging
 from vllm_tokenswift.engine.tree_attention import LayerMetadata
 from vllm_tokenswift.partial_kv.table import DraftBlockTable
 

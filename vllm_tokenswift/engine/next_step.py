@@ -6,7 +6,7 @@ drafts, takes the sampled tokens where they lie on the device and is launched be
 the host has read them, as plain vLLM's asynchronous scheduling does; the host then only looks
 whether drafting would pay again, for the step after that one. A look takes time, from the step
 where passes are not launched ahead, else from the host; many steps then go by without one
-(``rest.py``).
+(``back_off.py``).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm_tokenswift.engine.drafting import Drafter, DraftRequest
-from vllm_tokenswift.engine.requests import RequestState
-from vllm_tokenswift.sampling.walk import Accepted, RowGroup
+from vllm_tokenswift.engine.drafter import Drafter, DraftRequest
+from vllm_tokenswift.engine.request_state import RequestState
+from vllm_tokenswift.sampling.acceptance_walk import VerifyResult, VerifyRows
 from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ class NextStep:
         self._is_launched = False
         self.rested: list[str] = []
         self._requests: list[DraftRequest] = []
-        self._accepted: Sequence[Accepted] = ()
+        self._accepted: Sequence[VerifyResult] = ()
 
-    def is_undrafted(self, groups: Sequence[RowGroup]) -> bool:
+    def is_undrafted(self, groups: Sequence[VerifyRows]) -> bool:
         """Whether :meth:`launch_undrafted` may be called with the samples of these groups."""
         return not self._expects_drafts and not any(
             len(group.tree) or group.discard for group in groups
@@ -56,8 +56,8 @@ class NextStep:
 
     def begin(
         self,
-        groups: Sequence[RowGroup],
-        accepted: Sequence[Accepted],
+        groups: Sequence[VerifyRows],
+        accepted: Sequence[VerifyResult],
         hidden_states: torch.Tensor,
     ) -> None:
         """To be called when the scorer has committed what a step emitted, and nobody else.
@@ -109,7 +109,7 @@ class NextStep:
         return drafted
 
     def _may_draft(
-        self, groups: Sequence[RowGroup], accepted: Sequence[Accepted]
+        self, groups: Sequence[VerifyRows], accepted: Sequence[VerifyResult]
     ) -> list[tuple[int, RequestState, int]]:
         """Who may be drafted for: batch row, state, and how many nodes there is room for."""
         states, most = self.runner.request_states, self.runner.most_drafts(len(groups))
@@ -127,8 +127,8 @@ class NextStep:
     def _request(
         self,
         row: int,
-        group: RowGroup,
-        emitted: Accepted,
+        group: VerifyRows,
+        emitted: VerifyResult,
         state: RequestState,
         blocks: np.ndarray,
         max_nodes: int,

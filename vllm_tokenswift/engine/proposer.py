@@ -1,7 +1,7 @@
 """What vLLM's ``custom_class`` method instantiates: the owner of the draft heads.
 
 vLLM's hook ``propose(...)`` gets neither hidden states nor request ids, so the
-runner drafts through ``engine/drafting.py`` instead and never calls it.
+runner drafts through ``engine/drafter.py`` instead and never calls it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The data's way through one step: ``_update_states`` (requests come and go) →
 ``_prepare_inputs`` (which drafts were scheduled: the plan; RoPE positions by
 depth) → ``_build_attention_metadata`` (trees) → vLLM's forward → ``_sample``
 (score, accept, move KV, commit, draft the next trees; on a GPU also launch their pass,
-``ahead.py``, which the hooks up to the forward then hand out) → vLLM's bookkeeping →
+``prelaunch.py``, which the hooks up to the forward then hand out) → vLLM's bookkeeping →
 ``propose_draft_token_ids`` (hand out the drafts).
 
 All of ours is done before vLLM's bookkeeping, its outputs and its scheduler, so that on a GPU
@@ -27,40 +27,40 @@ from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from vllm_tokenswift.draft.foresight import Foresight
-from vllm_tokenswift.draft.likeliest import Heard
-from vllm_tokenswift.draft.state import DraftState
-from vllm_tokenswift.engine import step_layout
-from vllm_tokenswift.engine.ahead import PassAhead, PassesAhead, PreparedPass
-from vllm_tokenswift.engine.cost_curve import (
+from vllm_tokenswift.common.staging import Staging
+from vllm_tokenswift.draft.draft_state import DraftState
+from vllm_tokenswift.draft.gumbel_noise import GumbelNoise
+from vllm_tokenswift.draft.top_tokens import VerifyTopK
+from vllm_tokenswift.engine import row_layout as step_layout
+from vllm_tokenswift.engine.draft_pass import DraftPass
+from vllm_tokenswift.engine.drafter import Drafter
+from vllm_tokenswift.engine.head_beam import HeadBeam
+from vllm_tokenswift.engine.next_step import NextStep
+from vllm_tokenswift.engine.prelaunch import PassLauncher, PrelaunchedPass, Prelauncher
+from vllm_tokenswift.engine.profiling.host_time import drafting_ms
+from vllm_tokenswift.engine.profiling.pass_times import (
     MakePass,
     Pass,
     Shape,
     attention_pass,
     single_request_shapes,
 )
-from vllm_tokenswift.engine.descent import Descent
-from vllm_tokenswift.engine.draft_pass import DraftPass
-from vllm_tokenswift.engine.drafting import Drafter
-from vllm_tokenswift.engine.host_time import drafting_ms
-from vllm_tokenswift.engine.next_step import NextStep
-from vllm_tokenswift.engine.recording import Recorder
-from vllm_tokenswift.engine.requests import RequestState
-from vllm_tokenswift.engine.staging import Staging
+from vllm_tokenswift.engine.recorder import Recorder
+from vllm_tokenswift.engine.request_state import RequestState
+from vllm_tokenswift.engine.step import NO_TREES, RequestTree, StepTrees
 from vllm_tokenswift.engine.step_inputs import StepInputs, logits_layout, logits_rows
 from vllm_tokenswift.engine.tree_attention import TreeAttention
-from vllm_tokenswift.engine.verify_plan import NO_TREES, TreeRows, VerifyPlan
 from vllm_tokenswift.heads.model import DraftHeads
 from vllm_tokenswift.heads.skip_weights import head_weights_skipped
 from vllm_tokenswift.metrics import Stats
 from vllm_tokenswift.options import TokenSwiftOptions
 from vllm_tokenswift.partial_kv.table import DraftBlockTable, Mode
 from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
-from vllm_tokenswift.sampling.params import RequestOptions
-from vllm_tokenswift.sampling.scorer import (
-    Accepted,
-    RowGroup,
-    TreeScorer,
+from vllm_tokenswift.sampling.request_parameters import RequestOptions
+from vllm_tokenswift.sampling.tree_sampler import (
+    TreeSampler,
+    VerifyResult,
+    VerifyRows,
     sampled_token_ids,
 )
 from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
@@ -80,7 +80,7 @@ class TokenSwiftRunnerMixin(_Runner):
     A platform supplies ``_make_tree_attention`` and may extend the loading hooks.
     """
 
-    scorer_cls: type[TreeScorer] = TreeScorer
+    scorer_cls: type[TreeSampler] = TreeSampler
     tree_attention: TreeAttention
     drafter: Any
     # int32 [most requests] on the device, tokens before each request's rows; where attention
@@ -106,12 +106,14 @@ class TokenSwiftRunnerMixin(_Runner):
         self.step_inputs = StepInputs(self)
         self.request_states: dict[str, RequestState] = {}
         self._trees: dict[str, DraftTree] = {}  # drafted, not yet seen in a schedule
-        self._plan: VerifyPlan = NO_TREES
+        self._plan: StepTrees = NO_TREES
         self._dead_nodes: dict[str, frozenset[int]] = {}
         self._placeholders: set[str] = set()
         self._drafts: list[list[int]] | None = None  # of the next step, from _sample on
-        self.ahead = PassesAhead(self)
-        self._ready: PassAhead | None = None  # this step's pass, from its inputs to its forward
+        self.ahead = Prelauncher(self)
+        self._ready: PrelaunchedPass | None = (
+            None  # this step's pass, from its inputs to its forward
+        )
         self.recorder: Recorder | None = None
 
     # -- start-up ---------------------------------------------------------------
@@ -145,7 +147,7 @@ class TokenSwiftRunnerMixin(_Runner):
     def draft_with(self, drafter: Drafter) -> None:
         """To be called while no request is running."""
         self.drafting, self.next_step = drafter, NextStep(self, drafter)
-        self.ahead = PassesAhead(self)
+        self.ahead = Prelauncher(self)
 
     def forward_rows(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:
         """A pass of the target over some rows; call it inside a forward context."""
@@ -156,7 +158,7 @@ class TokenSwiftRunnerMixin(_Runner):
 
     def make_descent(
         self, heads: DraftHeads, part: DraftVocabulary, lm_rows: torch.Tensor, least_chance: float
-    ) -> Descent | None:
+    ) -> HeadBeam | None:
         """All conditioned heads at once, where the platform has a way to run them so."""
         return None
 
@@ -237,7 +239,7 @@ class TokenSwiftRunnerMixin(_Runner):
         if self.recorder is not None:
             self.recorder.start(req_id, [*prompt, *request.output_token_ids], sampled)
 
-    def foresight(self, req_id: str) -> Foresight | None:
+    def foresight(self, req_id: str) -> GumbelNoise | None:
         """What drafts may see of the noise of a request's coming samples."""
         return self.scorer.foresight(req_id) if self.options.plan == "auto" else None
 
@@ -284,7 +286,7 @@ class TokenSwiftRunnerMixin(_Runner):
             self.positions[rows.root_row : stop].copy_(positions, non_blocking=True)
         return prepared
 
-    def begin_step(self, plan: VerifyPlan) -> None:
+    def begin_step(self, plan: StepTrees) -> None:
         """To be called before the inputs of a step are laid out."""
         self._plan, self._dead_nodes = plan, {}
 
@@ -301,7 +303,7 @@ class TokenSwiftRunnerMixin(_Runner):
 
     def _make_plan(
         self, drafts: Mapping[str, list[int]], num_scheduled_tokens: np.ndarray
-    ) -> VerifyPlan:
+    ) -> StepTrees:
         if not drafts:
             return NO_TREES
         trees = []
@@ -318,9 +320,9 @@ class TokenSwiftRunnerMixin(_Runner):
             root_row = stop - len(tokens) - 1
             computed = int(self.input_batch.num_computed_tokens_cpu[batch_row])
             trees.append(
-                TreeRows(req_id, batch_row, start, root_row, computed + root_row - start, tree)
+                RequestTree(req_id, batch_row, start, root_row, computed + root_row - start, tree)
             )
-        return VerifyPlan(tuple(trees))
+        return StepTrees(tuple(trees))
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         if self._ready is not None:
@@ -373,10 +375,10 @@ class TokenSwiftRunnerMixin(_Runner):
         # On the host: vLLM's bookkeeping, their one reader, wants them there.
         return SamplerOutput(sampled_token_ids(accepted, torch.device("cpu")), logprobs)
 
-    def _row_groups(self) -> list[RowGroup]:
+    def _row_groups(self) -> list[VerifyRows]:
         trees = {rows.req_id: rows.tree for rows in self._plan.trees}
         return [
-            RowGroup(
+            VerifyRows(
                 req_id,
                 tree := trees.get(req_id, EMPTY_TREE),
                 discard=bool(self.discard_request_mask.np[batch_row]),
@@ -406,8 +408,8 @@ class TokenSwiftRunnerMixin(_Runner):
     def follow(
         self,
         next_step: NextStep,
-        groups: Sequence[RowGroup],
-        accepted: Sequence[Accepted],
+        groups: Sequence[VerifyRows],
+        accepted: Sequence[VerifyResult],
         head_states: torch.Tensor,
     ) -> None:
         """Takes in what a step emitted. The device drafts before cache and texts have it."""
@@ -424,7 +426,7 @@ class TokenSwiftRunnerMixin(_Runner):
             req_id, tokens = group.req_id, emitted.tokens
             if not tokens:
                 continue
-            heard = None if emitted.said is None else Heard(group.tree, emitted.said)
+            heard = None if emitted.said is None else VerifyTopK(group.tree, emitted.said)
             self.request_states[req_id].draft.extend(tokens, heard)
             if self.recorder is not None:
                 self.recorder.iteration(req_id, group.tree, emitted.nodes, tokens, len(groups))
@@ -481,7 +483,7 @@ class TokenSwiftRunnerMixin(_Runner):
     def prepare_passes(self) -> None:
         """Makes what :meth:`prepared_pass` hands out, once, before any pass is launched ahead."""
 
-    def prepared_pass(self, shape: BatchDescriptor) -> PreparedPass | None:
+    def prepared_pass(self, shape: BatchDescriptor) -> PassLauncher | None:
         """What launches a pass of that shape with less work for the host, where there is one."""
         return None
 

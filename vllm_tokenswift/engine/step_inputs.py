@@ -17,9 +17,9 @@ import numpy.typing as npt
 import torch
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from vllm_tokenswift.engine.staging import Staging
-from vllm_tokenswift.engine.step_layout import lay_out_rows
-from vllm_tokenswift.engine.verify_plan import VerifyPlan
+from vllm_tokenswift.common.staging import Staging
+from vllm_tokenswift.engine.row_layout import lay_out_rows
+from vllm_tokenswift.engine.step import StepTrees
 
 if TYPE_CHECKING:
     from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
@@ -69,7 +69,7 @@ class StepInputs:
             self._tables = self._tables[:num_reqs]
 
     def lay_out(
-        self, num_scheduled_tokens: npt.NDArray[np.int32], plan: VerifyPlan, rows: RowArrays
+        self, num_scheduled_tokens: npt.NDArray[np.int32], plan: StepTrees, rows: RowArrays
     ) -> npt.NDArray[np.int64]:
         """Fills ``rows`` and what vLLM keeps of a step on the host; returns drafts by request.
 
@@ -111,7 +111,7 @@ class StepInputs:
         return num_drafts
 
     def fill(
-        self, num_scheduled_tokens: npt.NDArray[np.int32], plan: VerifyPlan
+        self, num_scheduled_tokens: npt.NDArray[np.int32], plan: StepTrees
     ) -> tuple[torch.Tensor, SpecDecodeMetadata, int]:
         """What ``_prepare_inputs`` returns: logits rows, their layout, the most of a request.
 

@@ -1,6 +1,6 @@
 """What the runner asks of an attention backend: trees in, accepted KV kept, partial passes.
 
-One implementation for each platform (``cpu_tree_attention.py``); everything
+One implementation for each platform (``tree_attention.py``); everything
 above it, the runner mixin included, is the same for all.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_tokenswift.engine.verify_plan import VerifyPlan
+from vllm_tokenswift.engine.step import StepTrees
 
 LayerMetadata = dict[str, Any]
 
@@ -30,7 +30,7 @@ class TreeAttention(Protocol):
     def with_trees(
         self,
         metadata: LayerMetadata,
-        plan: VerifyPlan,
+        plan: StepTrees,
         query_start_loc: npt.NDArray[np.int32],
         seq_lens: npt.NDArray[np.int32],
         block_table: npt.NDArray[np.int32],
@@ -44,7 +44,7 @@ class TreeAttention(Protocol):
 
     def commit(
         self,
-        plan: VerifyPlan,
+        plan: StepTrees,
         accepted: dict[str, list[int]],
         block_table: npt.NDArray[np.int32],
     ) -> int:

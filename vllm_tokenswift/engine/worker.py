@@ -1,36 +1,54 @@
-"""The CPU worker that ``parallel_config.worker_cls`` leads to."""
+"""What TokenSwift's workers for CPU and CUDA share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm.v1.worker import cpu_worker
+from vllm_tokenswift.draft.warm_up import CompilingAhead
 
-from vllm_tokenswift.engine.worker_mixin import TokenSwiftWorkerMixin
-
-
-@contextmanager
-def _substituted(module: ModuleType, name: str, replacement: type) -> Iterator[None]:
-    """vLLM's workers name their runner class; while a worker builds it, the name is ours."""
-    stock = getattr(module, name)
-    setattr(module, name, replacement)
-    try:
-        yield
-    finally:
-        setattr(module, name, stock)
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker as _Worker
+else:
+    _Worker = object
 
 
-class TokenSwiftCPUWorker(TokenSwiftWorkerMixin, cpu_worker.CPUWorker):
-    def init_device(self) -> None:
-        from vllm_tokenswift.engine.cpu_runner import TokenSwiftCPUModelRunner
+class TokenSwiftWorkerMixin(_Worker):
+    """To be placed before one of vLLM's V1 worker classes in the bases."""
 
-        with _substituted(cpu_worker, "CPUModelRunner", TokenSwiftCPUModelRunner):
-            super().init_device()
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Before the model is loaded, and before this process is bound to cores of its own.
+        self._compiling = CompilingAhead() if self.local_rank == 0 else None
 
-    def compile_or_warm_up_model(self) -> Any:
-        times = super().compile_or_warm_up_model()
-        self.start_drafting()
-        return times
+    def start_drafting(self) -> None:
+        """To be called once, when vLLM has warmed up everything of its own."""
+        if self._compiling is not None:
+            self._compiling.wait()
+        self.model_runner.start_drafting()
+
+    # What changes the model or its cache between steps: a pass ahead was made with the old.
+
+    def sleep(self, *args: Any, **kwargs: Any) -> None:
+        self.model_runner.ahead.drop()
+        super().sleep(*args, **kwargs)
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        self.model_runner.ahead.drop()
+        super().reload_weights(*args, **kwargs)
+
+    def update_weights(self, *args: Any, **kwargs: Any) -> None:
+        self.model_runner.ahead.drop()
+        super().update_weights(*args, **kwargs)
+
+    def shutdown(self) -> None:
+        # An engine within the caller's process is told of the last request's end by no step.
+        runner = self.model_runner
+        if runner is not None and runner.recorder is not None:
+            runner.recorder.finish_all()
+        super().shutdown()
+
+    def tokenswift_stats(self) -> dict[str, Any]:
+        """Counters of this worker: those of :class:`vllm_tokenswift.metrics.Stats`, and
+        ``decisions``, see :class:`vllm_tokenswift.draft.planner.planner.Planner`."""
+        runner = self.model_runner
+        return {**runner.stats.as_dict(), "decisions": dict(runner.drafting.planner.decisions)}

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from vllm_tokenswift.draft.cost import CostModel
-from vllm_tokenswift.draft.state import DraftState
+from vllm_tokenswift.draft.draft_state import DraftState
+from vllm_tokenswift.draft.planner.cost_model import CostModel
 from vllm_tokenswift.options import TokenSwiftOptions
 from vllm_tokenswift.tree import BySource, Source
 

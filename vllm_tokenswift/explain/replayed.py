@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_tokenswift.draft.candidates import HeadCandidates
-from vllm_tokenswift.draft.planner import Planner
+from vllm_tokenswift.draft.planner.planner import Planner
+from vllm_tokenswift.draft.proposals.head_proposals import HeadProposals
 from vllm_tokenswift.explain.record import PROMPT, Iteration, Record
 from vllm_tokenswift.options import TokenSwiftOptions
 from vllm_tokenswift.tree import DraftTree
@@ -33,7 +33,7 @@ class ReplayRecorder:
         self._iterations = [Iteration(prompt_len, emitted=1, decisions=(PROMPT,))]
 
     def add(
-        self, position: int, tree: DraftTree, accepted: list[int], heads: HeadCandidates | None
+        self, position: int, tree: DraftTree, accepted: list[int], heads: HeadProposals | None
     ) -> None:
         """Notes one iteration.
 

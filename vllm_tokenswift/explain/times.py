@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_tokenswift.draft.cost import CostModel
+from vllm_tokenswift.draft.planner.cost_model import CostModel
 from vllm_tokenswift.explain.record import Iteration, Record
 
 

@@ -15,10 +15,10 @@ from functools import cached_property, lru_cache
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from vllm_tokenswift.sampling.counts import apply_count_penalties
 from vllm_tokenswift.sampling.eta import apply_eta
-from vllm_tokenswift.sampling.request import Numbers, RequestState
-from vllm_tokenswift.sampling.window import TokenWindow, penalise, window_indices
+from vllm_tokenswift.sampling.penalty.window import TokenWindow, penalise, window_indices
+from vllm_tokenswift.sampling.sampling_state import SamplingNumbers, SamplingState
+from vllm_tokenswift.sampling.token_counts import apply_count_penalties
 
 _MASKED = -float("inf")
 
@@ -27,7 +27,7 @@ _MASKED = -float("inf")
 class Rows:
     """The nodes that the rows of a logits tensor belong to."""
 
-    states: Sequence[RequestState]
+    states: Sequence[SamplingState]
     paths: Sequence[Sequence[int]]
     device: torch.device
 
@@ -35,11 +35,11 @@ class Rows:
         return len(self.states)
 
     @cached_property
-    def numbers(self) -> Numbers[torch.Tensor]:
+    def numbers(self) -> SamplingNumbers[torch.Tensor]:
         """Each parameter as float32 ``[rows]``."""
         return _columns(tuple(state.numbers for state in self.states), self.device)
 
-    def where(self, uses: Callable[[RequestState], bool]) -> list[int]:
+    def where(self, uses: Callable[[SamplingState], bool]) -> list[int]:
         return [row for row, state in enumerate(self.states) if uses(state)]
 
     def subset(self, rows: Sequence[int]) -> Rows:
@@ -50,10 +50,12 @@ class Rows:
 
 # A batch's requests stay the same for many steps, and some of them share deeper rows.
 @lru_cache(maxsize=16)
-def _columns(numbers: tuple[Numbers[float], ...], device: torch.device) -> Numbers[torch.Tensor]:
+def _columns(
+    numbers: tuple[SamplingNumbers[float], ...], device: torch.device
+) -> SamplingNumbers[torch.Tensor]:
     """To be read only: whoever asks for the same numbers gets the same tensors."""
     table = torch.tensor(numbers, dtype=torch.float32)
-    return Numbers(*table.t().contiguous().to(device))
+    return SamplingNumbers(*table.t().contiguous().to(device))
 
 
 def apply_constraints(logits: torch.Tensor, rows: Rows) -> None:

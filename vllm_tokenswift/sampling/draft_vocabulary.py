@@ -2,7 +2,7 @@
 
 Heads run several times between two steps, and what they say only has to be likely: so
 temperature and the windowed penalty are applied to their few thousand logits, and whatever
-cannot be done there is left to the scorer's own :meth:`TreeScorer.constrain`.
+cannot be done there is left to the scorer's own :meth:`TreeSampler.constrain`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_tokenswift.sampling.request import RequestState
+from vllm_tokenswift.sampling.sampling_state import SamplingState
 
 
 class DraftVocabulary:
@@ -27,7 +27,7 @@ class DraftVocabulary:
         self._place[tokens.cpu().numpy()] = np.arange(len(tokens))
 
     @staticmethod
-    def suffices(states: Sequence[RequestState]) -> bool:
+    def suffices(states: Sequence[SamplingState]) -> bool:
         """Whether nothing but temperature, penalty and cuts of unlikely tokens is asked for."""
         return not any(state.edits_tokens for state in states)
 
@@ -35,7 +35,7 @@ class DraftVocabulary:
         """Where a token stands in the part; its length for one outside."""
         return int(self._place[token])
 
-    def in_window(self, state: RequestState) -> npt.NDArray[np.uint8]:
+    def in_window(self, state: SamplingState) -> npt.NDArray[np.uint8]:
         """uint8 ``[part]``, 1 for the tokens of the penalty's window."""
         marks = np.zeros(len(self.tokens) + 1, np.uint8)
         if state.window is not None:
@@ -43,14 +43,14 @@ class DraftVocabulary:
         return marks[:-1]
 
     @staticmethod
-    def scales_of(state: RequestState) -> tuple[np.float32, np.float32, np.float32]:
+    def scales_of(state: SamplingState) -> tuple[np.float32, np.float32, np.float32]:
         """What logits are multiplied by: those outside of the window, and the positive and the
         negative ones of tokens in it."""
         theta, temperature = state.numbers.theta, np.float32(state.numbers.temperature)
         plain, positive, negative = np.float32(1.0), np.float32(1.0 / theta), np.float32(theta)
         return plain / temperature, positive / temperature, negative / temperature
 
-    def scales(self, states: Sequence[RequestState]) -> torch.Tensor:
+    def scales(self, states: Sequence[SamplingState]) -> torch.Tensor:
         """What positive and negative logits are multiplied by: float32 ``[states, 2, part]``."""
         scales = np.empty((len(states), 2, len(self.tokens)), np.float32)
         for by_sign, state in zip(scales, states, strict=True):

@@ -17,10 +17,10 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.logprobs import batched_count_greater_than
 from vllm.v1.sample.sampler import Sampler
 
-from vllm_tokenswift.sampling.request import RequestState
+from vllm_tokenswift.sampling.sampling_state import SamplingState
 
 
-def wants_logprobs(state: RequestState) -> bool:
+def wants_logprobs(state: SamplingState) -> bool:
     return state.num_logprobs is not None or bool(state.logprob_token_ids)
 
 
@@ -28,7 +28,7 @@ def wants_logprobs(state: RequestState) -> bool:
 class EmittedToken:
     """slot: its place in the flattened padded token matrix; row: its logits row."""
 
-    state: RequestState
+    state: SamplingState
     token: int
     slot: int
     row: int

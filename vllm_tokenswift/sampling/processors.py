@@ -26,9 +26,9 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProc
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
 from vllm_tokenswift.sampling.eta import apply_eta
-from vllm_tokenswift.sampling.params import PlainDefaults, RequestOptions
-from vllm_tokenswift.sampling.windows_of_batch import BatchWindows
-from vllm_tokenswift.sampling.windows_of_slots import SlotWindows
+from vllm_tokenswift.sampling.penalty.batch_windows import BatchWindows
+from vllm_tokenswift.sampling.penalty.slot_windows import SlotWindows
+from vllm_tokenswift.sampling.request_parameters import PlainDefaults, RequestOptions
 
 
 class WindowedPenalty(LogitsProcessorV1, LogitsProcessorV2):

@@ -1,0 +1,1 @@
+"""TokenSwift on vLLM's CPU backend."""

@@ -1,0 +1,1 @@
+"""Tree attention on CUDA: the backend, its kernels, and the KV cache they read."""

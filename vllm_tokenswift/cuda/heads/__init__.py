@@ -1,0 +1,1 @@
+"""Sequential heads on CUDA, all in one graph."""

@@ -1,0 +1,1 @@
+"""Sampling at every tree node on CUDA."""

@@ -1,0 +1,1 @@
+"""Where candidates come from: n-grams, the suffix index, context statistics, heads."""

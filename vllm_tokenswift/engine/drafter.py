@@ -1,0 +1,240 @@
+"""From what a step accepted to the next step's draft trees: passes, heads, planner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from vllm_tokenswift.common.staging import Staging
+from vllm_tokenswift.draft.gumbel_noise import GumbelNoise
+from vllm_tokenswift.draft.planner.cost_model import CostModel
+from vllm_tokenswift.draft.planner.planner import PlanMode, PlannedRequest, Planner
+from vllm_tokenswift.draft.proposals.head_proposals import HeadProposals
+from vllm_tokenswift.draft.warm_up import warm_up
+from vllm_tokenswift.engine.head_drafter import HeadDrafter, HeadRequest
+from vllm_tokenswift.engine.profiling.cache import cached_cost
+from vllm_tokenswift.engine.profiling.pass_times import PassTimes
+from vllm_tokenswift.engine.request_state import RequestState
+from vllm_tokenswift.engine.self_drafter import SelfDrafter
+from vllm_tokenswift.tree import DraftTree
+
+if TYPE_CHECKING:
+    from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """One request to draft for.
+
+    num_tokens: tokens of the sequence, the bonus token included; blocks: int32,
+    physical blocks in logical order; hidden_row: the query row that the bonus token was
+    sampled from; max_nodes: drafts that still fit the model's length and are wanted.
+    foresight: the noise of its coming samples, None where there is none to see.
+    """
+
+    req_id: str
+    state: RequestState
+    bonus_token: int
+    num_tokens: int
+    blocks: np.ndarray
+    hidden_row: int
+    max_nodes: int
+    foresight: GumbelNoise | None
+
+
+class Drafter:
+    """Drafts for the requests of a batch; owns the planner and the draft pass.
+
+    host_ms: measures, for the cost model, how long the device waits for drafts of the text: of
+        one request, and for each further one.
+    """
+
+    def __init__(
+        self,
+        runner: TokenSwiftRunnerMixin,
+        host_ms: Callable[[Drafter], tuple[float, float]],
+    ) -> None:
+        self.runner = runner
+        self.options = runner.options
+        self.heads = runner.drafter.heads
+        self.head_drafts = HeadDrafter(runner)
+        # Heads on the verify pass's own states.
+        self._asks_free_heads = self.heads is not None and self.options.head_source != "draft"
+        self._staging = Staging(runner.device)
+        self.draft_pass = runner.make_draft_pass()
+        curve = PassTimes(
+            runner.tree_attention,
+            runner.trial_pass,
+            lambda output: runner.model.compute_logits(self._post_norm(output)),
+            self.head_drafts.alone if self.heads is not None else None,
+            runner.host_bound_pass,
+            runner.device,
+        )
+        self._asked: list[HeadRequest] = []
+
+        def completed(cost: CostModel) -> CostModel:
+            self.planner = Planner(cost, self.options.budget_tokens, shapes_of=runner.padded_shapes)
+            first_ms, further_ms = host_ms(self)
+            cost = replace(cost, drafting_ms=first_ms, drafting_request_ms=further_ms)
+            if runner.device.type == "cpu":  # rows do not share the time to read the weights
+                return replace(cost, heads_request_ms=cost.heads_ms)
+            # The device's work is shared; the host reads what they say, and plans once more.
+            return replace(cost, heads_request_ms=further_ms)
+
+        mode = cast(PlanMode, self.options.plan)
+        warm_up(mode)
+        cost = cached_cost(runner, curve, completed)
+        self.planner = Planner(cost, self.options.budget_tokens, mode, runner.padded_shapes)
+        with_heads = self.heads is not None and self.options.head_source != "free"
+        self.self_draft = SelfDrafter(
+            self, self._post_norm, self._read_by_heads if with_heads else None
+        )
+
+    def begin(self, requests: Sequence[DraftRequest], hidden_states: torch.Tensor) -> None:
+        """To be called for the requests of a step before :meth:`draft`, with the same states.
+
+        Heads begin where they can do so by themselves and were asked last time, for all requests
+        where most of them asked.
+        """
+        self._asked = [HeadRequest(r.req_id, r.bonus_token, r.foresight) for r in requests]
+        if self.heads is None or not self.head_drafts.runs_ahead:
+            return
+        possible = [
+            i
+            for i, request in enumerate(requests)
+            if not request.state.draft.self_draft.asked_last
+            and self.head_drafts.may_begin(request.req_id)
+        ]
+        likely = [i for i in possible if requests[i].state.draft.free_heads.asked_last]
+        # Another request costs the device next to nothing, and who asks changes from step to step.
+        begin = possible if 2 * len(likely) >= len(possible) else likely
+        if likely:
+            rows = self._rows_of([requests[i] for i in begin], hidden_states)
+            self.head_drafts.launch_free([self._asked[i] for i in begin], rows)
+
+    def rests(self, states: Sequence[RequestState], num_requests: int, is_launched: bool) -> bool:
+        """Whether a step goes by without :meth:`begin` and :meth:`draft` for these requests.
+
+        num_requests: of the batch. is_launched: the step's pass runs already, without drafts.
+        """
+        drafts = [state.draft for state in states]
+        if self.options.self_draft == "always":
+            return False
+        if is_launched:
+            return self.planner.rests_meanwhile(drafts, num_requests)
+        return not self.runner.launches_ahead and self.planner.rest(drafts)
+
+    def would_draft(self, requests: Sequence[DraftRequest], num_undrafted: int) -> bool:
+        """Whether any of these would be drafted for now; their next pass runs, without drafts.
+
+        What is learned without drafting is learned, and nothing is spent.
+        """
+        planned = [self._planned(request) for request in requests]
+        return bool(planned) and self.planner.would_draft(
+            planned,
+            num_undrafted,
+            self_draft=self.options.self_draft != "off",
+            free_heads=self._asks_free_heads,
+        )
+
+    def draft(
+        self,
+        requests: Sequence[DraftRequest],
+        hidden_states: torch.Tensor,
+        num_undrafted: int,
+    ) -> list[DraftTree]:
+        """One tree for each request, empty where plain decoding is better.
+
+        hidden_states: ``[query rows, hidden]``, in the form that the heads read.
+        num_undrafted: requests of the batch that draft nothing.
+        """
+        if not requests:
+            return []
+        planned = [self._planned(request) for request in requests]
+        passes = self._wants_pass(planned, num_undrafted)
+        if any(passes) and not all(passes):
+            # CUDA graphs share their memory: a draft pass may run over the verify pass's states.
+            hidden_states = hidden_states.clone()
+        asked = self._asked
+        self._draft_with(
+            planned,
+            requests,
+            asked,
+            passes,
+            lambda some, of: self.self_draft.candidates(some, of, planned, passes, num_undrafted),
+        )
+        if self._asks_free_heads:
+            others = [i for i, wanted in enumerate(passes) if not wanted]
+            free = self.planner.wants_free_heads([planned[i] for i in others], num_undrafted)
+            wanted = [False] * len(requests)
+            for i, want in zip(others, free, strict=True):
+                wanted[i] = want
+            self._draft_with(
+                planned,
+                requests,
+                asked,
+                wanted,
+                lambda some, of: self.head_drafts.candidates(
+                    of, None, self._rows_of(some, hidden_states)
+                ),
+            )
+        return self.planner.plan(planned, num_undrafted)
+
+    def _draft_with(
+        self,
+        planned: list[PlannedRequest],
+        requests: Sequence[DraftRequest],
+        asked: Sequence[HeadRequest],
+        wanted: Sequence[bool],
+        source: Callable[[list[DraftRequest], list[HeadRequest]], list[HeadProposals]],
+    ) -> None:
+        """Adds what a source says to the requests that want it."""
+        chosen = [i for i, want in enumerate(wanted) if want]
+        if not chosen:
+            return
+        found = source([requests[i] for i in chosen], [asked[i] for i in chosen])
+        for i, candidates in zip(chosen, found, strict=True):
+            planned[i] = replace(planned[i], heads=candidates)
+
+    def _planned(self, request: DraftRequest) -> PlannedRequest:
+        return PlannedRequest(
+            state=request.state.draft,
+            heads=None,
+            context_len=request.num_tokens,
+            limit=request.max_nodes,
+            chain_only=request.state.chain_only,
+            foresight=request.foresight,
+        )
+
+    def _wants_pass(self, planned: list[PlannedRequest], num_undrafted: int) -> list[bool]:
+        if self.options.self_draft == "off":
+            return [False] * len(planned)
+        if self.options.self_draft == "always":
+            return [request.limit > 0 for request in planned]
+        return self.planner.wants_self_draft(planned, num_undrafted)
+
+    def _rows_of(
+        self, requests: Sequence[DraftRequest], hidden_states: torch.Tensor
+    ) -> torch.Tensor:
+        """The verify pass's states that free heads start from: ``[requests, hidden]``."""
+        if len(requests) == 1:
+            row = requests[0].hidden_row
+            return hidden_states[row : row + 1]
+        [rows] = self._staging.to_device(np.array([r.hidden_row for r in requests], np.int64))
+        return hidden_states.index_select(0, rows)
+
+    def _post_norm(self, output: Any) -> torch.Tensor:
+        """Hidden states after the final norm, of what a pass of the model returned."""
+        hidden: torch.Tensor = output[0] if self.runner.use_aux_hidden_state_outputs else output
+        return hidden
+
+    def _read_by_heads(self, output: Any) -> torch.Tensor:
+        """Hidden states in the form that the heads read."""
+        if self.heads.reads == "post_norm":
+            return self._post_norm(output)
+        hidden: torch.Tensor = output[1][0]
+        return hidden

@@ -1,0 +1,1 @@
+"""What passes and the host cost on this machine, measured at start and kept."""
