@@ -17,7 +17,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vllm_tokenswift import demo_model
+from vllm_tokenswift.demo import model as demo_model
 
 PROMPT = (
     "Write a very long story about a lighthouse keeper who finds a map in a bottle, with many "
