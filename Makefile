@@ -60,6 +60,8 @@ signatures: venv
 # compare them.
 readme: venv
 	$(BIN)/python scripts/readme_options.py
+	$(BIN)/python scripts/support_table.py
+	$(BIN)/python scripts/layout.py
 	$(BIN)/python -m benchmarks.index
 	$(BIN)/python -m benchmarks.figures --write
 
