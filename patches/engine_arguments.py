@@ -7,7 +7,15 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_tokenswift import speculative_config as ways_in
+from vllm_tokenswift.speculative_config import (
+    CONFIG_KEY,
+    METHOD,
+    PROPOSER,
+    choose_worker,
+    is_active,
+    is_asked_for,
+    read_options,
+)
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
@@ -30,7 +38,7 @@ def create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any
         target_model_config: ModelConfig,
         target_parallel_config: ParallelConfig,
     ) -> SpeculativeConfig | None:
-        if not ways_in.is_asked_for(self):
+        if not is_asked_for(self):
             result: SpeculativeConfig | None = original(
                 self, target_model_config, target_parallel_config
             )
@@ -40,19 +48,19 @@ def create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any
 
         from vllm_tokenswift.support import check_arguments
 
-        options = ways_in.read_options(self)
+        options = read_options(self)
         check_arguments(self)
-        target_parallel_config.worker_cls = ways_in.choose_worker(
+        target_parallel_config.worker_cls = choose_worker(
             target_parallel_config, current_platform.device_name
         )
         # A new dictionary: the user's may be shared with other engines.
         self.additional_config = {
             **self.additional_config,
-            ways_in.CONFIG_KEY: options.to_dict(),
+            CONFIG_KEY: options.to_dict(),
         }
         return SpeculativeConfig(
             method="custom_class",
-            model=ways_in.PROPOSER,
+            model=PROPOSER,
             num_speculative_tokens=options.num_speculative_tokens,
             target_model_config=target_model_config,
             target_parallel_config=target_parallel_config,
@@ -74,13 +82,13 @@ def create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def replacement(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
         config: VllmConfig = original(self, *args, **kwargs)
-        if ways_in.is_active(config.speculative_config):
+        if is_active(config.speculative_config):
             from vllm_tokenswift.options import TokenSwiftOptions
-            from vllm_tokenswift.support import check_supported, leave_penalty_to_scorer
+            from vllm_tokenswift.support import check_supported, leave_penalty_to_sampler
 
             additional: Any = config.additional_config
-            check_supported(config, TokenSwiftOptions.from_dict(additional[ways_in.CONFIG_KEY]))
-            leave_penalty_to_scorer(config.model_config)
+            check_supported(config, TokenSwiftOptions.from_dict(additional[CONFIG_KEY]))
+            leave_penalty_to_sampler(config.model_config)
         return config
 
     return replacement
@@ -102,13 +110,13 @@ def add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
         # argparse has no public way to reach an argument that somebody else has added.
         actions = parser._option_string_actions
         method = actions["--spec-method"]
-        method.choices = [*(method.choices or ()), ways_in.METHOD]
+        method.choices = [*(method.choices or ()), METHOD]
         model = actions["--spec-model"]
         model.container.add_argument(  # type: ignore[attr-defined]
             "--speculative-model",
             dest=model.dest,
             default=argparse.SUPPRESS,
-            help=f'Another name of --spec-model; "{ways_in.METHOD}" asks for TokenSwift.',
+            help=f'Another name of --spec-model; "{METHOD}" asks for TokenSwift.',
         )
         return parser
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from vllm_tokenswift import speculative_config as ways_in
 from vllm_tokenswift import versions
+from vllm_tokenswift.speculative_config import is_asked_for
 
 _NAME = "create_speculative_config"
 
@@ -28,7 +28,7 @@ def refuse_when_asked_for(vllm_version: str) -> None:
 
     @functools.wraps(original)
     def refusing(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
-        if ways_in.is_asked_for(self):
+        if is_asked_for(self):
             raise ValueError(versions.refusal(vllm_version))
         return original(self, *args, **kwargs)
 

@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_tokenswift import speculative_config as ways_in
 from vllm_tokenswift.options import TokenSwiftOptions
+from vllm_tokenswift.speculative_config import CONFIG_KEY, is_active
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,9 +25,9 @@ def num_lookahead_tokens(original: Callable[[Any], int]) -> Callable[[Any], int]
 
     @functools.wraps(original)
     def replacement(self: VllmConfig) -> int:
-        if not ways_in.is_active(self.speculative_config):
+        if not is_active(self.speculative_config):
             return original(self)
         additional: Any = self.additional_config
-        return TokenSwiftOptions.from_dict(additional[ways_in.CONFIG_KEY]).lookahead_tokens
+        return TokenSwiftOptions.from_dict(additional[CONFIG_KEY]).lookahead_tokens
 
     return replacement

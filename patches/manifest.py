@@ -44,7 +44,7 @@ CHECK = Patch(
     kind="replace",
     why="What cannot be honoured must be refused at start, when the whole configuration is known.",
     how="Checks the finished configuration, and takes our own logits processors out of it: "
-    "the scorer applies the penalty itself.",
+    "the tree sampler applies the penalty itself.",
     obsolete_when="A custom_class proposer can validate the configuration in the front-end.",
     signature=_in_all_versions("(self, usage_context=, headless=)"),
     build=engine_arguments.create_engine_config,
@@ -65,7 +65,7 @@ SAMPLING = Patch(
     target="vllm.sampling_params:SamplingParams._validate_spec_decode",
     kind="replace",
     why="min_p and logit_bias are refused under speculation; the paper's recipe needs min_p.",
-    how="Checks TokenSwift's own parameters instead: the scorer applies both at every node.",
+    how="Checks TokenSwift's own parameters instead: the tree sampler applies both at every node.",
     obsolete_when="vLLM applies min_p and logit_bias under speculation, or asks the proposer.",
     signature=_in_all_versions("(self, speculative_config)"),
     build=sampling_parameters.validate_spec_decode,

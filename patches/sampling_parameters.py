@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_tokenswift import speculative_config as ways_in
+from vllm_tokenswift.speculative_config import is_active
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
@@ -25,7 +25,7 @@ def validate_spec_decode(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def replacement(self: SamplingParams, speculative_config: SpeculativeConfig | None) -> Any:
-        if not ways_in.is_active(speculative_config):
+        if not is_active(speculative_config):
             return original(self, speculative_config)
         from vllm.exceptions import VLLMValidationError
 

@@ -48,7 +48,7 @@ class Stats:
     drafted_by_source: dict[str, int] = field(default_factory=dict)
     accepted_by_source: dict[str, int] = field(default_factory=dict)
 
-    def observe(self, tree: DraftTree, accepted_nodes: list[int], num_emitted: int) -> None:
+    def count_iteration(self, tree: DraftTree, accepted_nodes: list[int], num_emitted: int) -> None:
         """Counts one request's iteration.
 
         Args:

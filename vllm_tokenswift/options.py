@@ -160,7 +160,7 @@ class TokenSwiftOptions:
     )
     ngram_k: int = _option(
         20,
-        "The paper's k: most frequent n-grams offered as drafts; 0 switches the table off, and "
+        "The paper's k: most frequent n-grams proposed as drafts; 0 switches the table off, and "
         "with it the statistics of what followed the newest tokens in sampled text.",
         unit="n-grams",
         origin="the paper",

@@ -36,7 +36,11 @@ _INTERNAL_KEYS = ("target_model_config", "target_parallel_config")
 
 
 def is_active(speculative_config: SpeculativeConfig | None) -> bool:
-    """Whether a speculative configuration made by vLLM is TokenSwift's."""
+    """Whether a speculative configuration is TokenSwift's.
+
+    Args:
+        speculative_config: as vLLM made it, None without speculation.
+    """
     return (
         speculative_config is not None
         and speculative_config.method == "custom_class"
@@ -45,7 +49,11 @@ def is_active(speculative_config: SpeculativeConfig | None) -> bool:
 
 
 def is_asked_for(arguments: EngineArgs) -> bool:
-    """Whether ``arguments`` name TokenSwift, in any of the ways in."""
+    """Whether a user asks for TokenSwift, in any of the ways in.
+
+    Args:
+        arguments: of an engine; of vLLM versions too that are not supported.
+    """
     config = getattr(arguments, "speculative_config", None) or {}
     names = [config.get("method"), config.get("model")]
     # Asked of vLLM versions too whose arguments we do not know.
@@ -54,10 +62,17 @@ def is_asked_for(arguments: EngineArgs) -> bool:
 
 
 def read_options(arguments: EngineArgs) -> TokenSwiftOptions:
-    """The options in ``arguments``, from the speculative configuration, its flags and
+    """TokenSwift's options, from the speculative configuration, its flags and
     ``additional_config["tokenswift"]`` together.
 
-    Raises ValueError where they contradict each other or are not allowed.
+    Args:
+        arguments: of an engine that TokenSwift is asked for in.
+
+    Returns:
+        All options.
+
+    Raises:
+        ValueError: where they contradict each other or are not allowed.
     """
     given = _speculative_options(arguments)
     _refuse_foreign_keys(given)
@@ -123,9 +138,17 @@ def _additional_options(arguments: EngineArgs) -> Mapping[str, Any]:
 
 
 def choose_worker(parallel_config: ParallelConfig, device_type: str) -> str:
-    """The dotted name of the worker class for ``device_type``.
+    """The worker class that leads to our runner.
 
-    Raises ValueError on other devices and where the user names a worker of his own.
+    Args:
+        parallel_config: of the engine.
+        device_type: of the platform, such as "cpu" or "cuda".
+
+    Returns:
+        Its dotted name.
+
+    Raises:
+        ValueError: on other devices, and where the user names a worker of his own.
     """
     worker = WORKERS.get(device_type)
     if worker is None:

@@ -25,7 +25,7 @@ SUPPORTED_MODELS = (
 )
 # A cache that is stored as it is computed; others quantise what the draft pass reads.
 _PLAIN_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
-# Processors of ours, which work on plain decoding; the scorer does their part here.
+# Processors of ours, which work on plain decoding; the tree sampler does their part here.
 _OWN_PROCESSORS = "vllm_tokenswift.sampling.processors"
 _PARALLELISM = "Supported is tensor parallelism"
 
@@ -382,10 +382,10 @@ def _is_own_processor(processor: object) -> bool:
     return getattr(processor, "__module__", None) == _OWN_PROCESSORS
 
 
-def leave_penalty_to_scorer(model: ModelConfig) -> None:
+def leave_penalty_to_sampler(model: ModelConfig) -> None:
     """Takes our own logits processors out of a model's configuration.
 
-    The scorer applies the penalty and eta-sampling at every node itself, and vLLM refuses any
+    The tree sampler applies the penalty and eta-sampling at every node itself, and vLLM refuses any
     processor under speculation.
 
     Args:

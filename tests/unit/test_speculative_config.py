@@ -16,8 +16,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_tokenswift import speculative_config as ways_in
 from vllm_tokenswift.options import TokenSwiftOptions
+from vllm_tokenswift.speculative_config import PROPOSER, WORKERS
 
 GIVEN = {"ngram_k": 7, "penalty_theta": 1.1}
 
@@ -43,9 +43,9 @@ def options_of(config: Any) -> TokenSwiftOptions:
 def assert_is_tokenswift(config: Any) -> None:
     spec = config.speculative_config
     options = options_of(config)
-    assert (spec.method, spec.model) == ("custom_class", ways_in.PROPOSER)
+    assert (spec.method, spec.model) == ("custom_class", PROPOSER)
     assert spec.num_speculative_tokens == options.num_speculative_tokens
-    assert config.parallel_config.worker_cls in ways_in.WORKERS.values()
+    assert config.parallel_config.worker_cls in WORKERS.values()
     assert config.scheduler_config.async_scheduling is False
     assert not config.use_v2_model_runner
     assert config.num_lookahead_tokens == options.lookahead_tokens > options.num_speculative_tokens
@@ -57,7 +57,7 @@ def assert_is_tokenswift(config: Any) -> None:
         {"speculative_config": {"method": "tokenswift"}},
         {"speculative_config": {"model": "tokenswift"}},
         {"speculative_config": {"method": "tokenswift", "model": "tokenswift"}},
-        {"speculative_config": {"method": "custom_class", "model": ways_in.PROPOSER}},
+        {"speculative_config": {"method": "custom_class", "model": PROPOSER}},
         {"spec_method": "tokenswift"},
         {"spec_model": "tokenswift"},
     ],

@@ -178,11 +178,8 @@ def _environment() -> dict[str, str]:
     environment = dict(os.environ)
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     environment["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
-    # One process for all: on few cores the engine's polling processes and the worker's threads
-    # would take each other's time.
+    # One process for all, and little memory (GB): see docs/design-notes.md.
     environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    # GB. vLLM's CPU build would take most of the machine's memory and touch all of it; on a
-    # machine that is short of it every engine then runs at the pace of the swapping.
     environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     if openmp.exists():

