@@ -367,7 +367,7 @@ def penalty_case(rows: int, window: int) -> dict[str, torch.Tensor]:
     }
 
 
-def scorer_case(rows: int, vocab: int) -> dict[str, torch.Tensor]:
+def sampling_case(rows: int, vocab: int) -> dict[str, torch.Tensor]:
     return {
         "logits": torch.randn(rows, vocab, device=DEVICE) * 3,
         "seeds": torch.randint(1 << 62, (rows,), device=DEVICE),
@@ -379,14 +379,14 @@ def scorer_case(rows: int, vocab: int) -> dict[str, torch.Tensor]:
     }
 
 
-def check_scorer(report: Report) -> None:
+def check_sampling(report: Report) -> None:
     case = penalty_case(17, 500)
     logits = torch.randn(17, 5000, device=DEVICE)
     expected = logits.clone()
     penalise_windows(logits, **case)
     penalise_windows_reference(expected, **case)
     report.check("windowed penalty", logits, expected, 1e-7)
-    sampling = scorer_case(65, 49152)
+    sampling = sampling_case(65, 49152)
     sampling["temperature"][::3] = 0.8
     sampling["temperature"][1::5] = 0.0
     sampling["min_p"][::2] = 0.0
@@ -474,8 +474,8 @@ def check_head_tokens(report: Report, part: int, dtype: torch.dtype) -> None:
         logits, by_sign.repeat_interleave(BEAM_WIDTH, 0)
     ).double()
     for request, (draw, position, power) in enumerate(zip(draws, positions, powers, strict=True)):
-        foresight = draw.foresight_from(position)
-        noise = torch.tensor([foresight.noise(level, token) for token in tokens.tolist()])
+        gumbel_noise = draw.noise_from(position)
+        noise = torch.tensor([gumbel_noise.noise(level, token) for token in tokens.tolist()])
         expected[request * BEAM_WIDTH : (request + 1) * BEAM_WIDTH] /= (
             noise.double().to(DEVICE) ** power
         )
@@ -689,12 +689,12 @@ def time_cache_kernels(report: Report) -> None:
         )
 
 
-def time_scorer(report: Report) -> None:
+def time_sampling(report: Report) -> None:
     every_row = torch.arange(33, device=DEVICE)[:, None]
     tokens = torch.randint(0, 900, (33, 1032), device=DEVICE)
     theta = torch.full((33, 1), 1.1, device=DEVICE)
     for vocab in (49152, 128256):
-        case = scorer_case(33, vocab)
+        case = sampling_case(33, vocab)
         for chunk, num_warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8)):
             report.time(
                 f"sample 33 x {vocab} chunk {chunk} w{num_warps}",
@@ -732,9 +732,9 @@ def main() -> None:
         {"device": properties.name, "torch": torch.__version__, "triton": triton.__version__}
     )
     print(report.rows[0], flush=True)
-    parts = [check_attention, check_cache_kernels, check_scorer, check_heads]
+    parts = [check_attention, check_cache_kernels, check_sampling, check_heads]
     if not arguments.check_only:
-        parts += [time_tree_kernel, time_prefix, time_cache_kernels, time_scorer]
+        parts += [time_tree_kernel, time_prefix, time_cache_kernels, time_sampling]
     begin = time.perf_counter()
     for part in parts:
         part(report)

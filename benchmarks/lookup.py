@@ -91,7 +91,7 @@ def heads_at(text: list[int], position: int) -> HeadProposals:
         row[0] = token
     below = [[*rows_below, *[NO_ROW] * (8 - len(rows_below))] for rows_below in PATHS_BELOW]
     chances = [list(HEAD_CHANCES) for _ in PATHS_BELOW]
-    return HeadProposals(rows, chances, free=True, below=below, foreseen=True)
+    return HeadProposals(rows, chances, free=True, below=below, sees_noise=True)
 
 
 def heard_at(tree: DraftTree, tokens: list[int]) -> VerifyTopK:
@@ -104,7 +104,7 @@ def heard_at(tree: DraftTree, tokens: list[int]) -> VerifyTopK:
     return VerifyTopK(tree, said)
 
 
-def foresight_at(position: int) -> GumbelNoise:
+def noise_at(position: int) -> GumbelNoise:
     return GumbelNoise(MURMUR, lambda _: np.array([7, position], np.uint64))
 
 
@@ -125,9 +125,7 @@ class Iterations:
     def plan_with_heads(self, tokens: list[int], heads: HeadProposals, heard: VerifyTopK) -> None:
         self.state.extend(tokens, heard)
         position = self.state.num_tokens
-        request = PlannedRequest(
-            self.state, None, position, self.nodes, foresight=foresight_at(position)
-        )
+        request = PlannedRequest(self.state, None, position, self.nodes, noise=noise_at(position))
         self.planner.wants_free_heads([request])
         [self.tree] = self.planner.plan([replace(request, heads=heads)])
 

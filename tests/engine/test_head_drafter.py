@@ -40,7 +40,7 @@ def test_compiled_heads_draft_what_torch_drafts(tiny_model, conditioned_heads):
         said = []
 
         def both(requests, own, start):
-            blind = [replace(request, foresight=None) for request in requests]
+            blind = [replace(request, noise=None) for request in requests]
             compiled = original(blind, own, start)
             drafts._descent = None
             try:
@@ -75,14 +75,14 @@ def test_batches_too_large_for_the_compiled_heads_go_through_torch(tiny_model, c
 
         def counted(requests, *rest):
             made = original(requests, *rest)
-            ways.append((len(requests), {candidates.foreseen for candidates in made}))
+            ways.append((len(requests), {candidates.sees_noise for candidates in made}))
             return made
 
         drafts.candidates = counted
         prompts = [prompt_of(8 + seed, seed) for seed in range(count)]
         generate(llm, prompts, [penalised(6 + 2 * seed) for seed in range(count)])
     assert {size > largest for size, _ in ways} == {False, True}
-    assert all(foreseen == {size <= largest} for size, foreseen in ways)
+    assert all(sees_noise == {size <= largest} for size, sees_noise in ways)
 
 
 @pytest.mark.skipif(not head_chain.is_compiled(), reason="installed without a C compiler")

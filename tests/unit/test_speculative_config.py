@@ -247,7 +247,7 @@ def test_a_folder_for_records_that_cannot_be_made_is_refused(
     assert folder.is_dir()
 
 
-def test_our_own_logits_processors_are_left_to_the_scorer(tiny_model: Path) -> None:
+def test_our_own_logits_processors_are_left_to_the_tree_sampler(tiny_model: Path) -> None:
     own = "vllm_tokenswift.sampling.processors:WindowedPenalty"
     config = configured(tiny_model, spec_method="tokenswift", logits_processors=[own])
     assert not config.model_config.logits_processors

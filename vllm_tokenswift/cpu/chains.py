@@ -44,7 +44,7 @@ class VirtualBatch:
     scratch: ``(req_id, node) -> blocks`` for the nodes of side chains: the blocks that take
     the place of the request's own, from the one with the root's slot on.
     dead_nodes: per request, the nodes for which no scratch block was left: their
-    rows hold garbage, and the scorer must not walk into them.
+    rows hold garbage, and the tree sampler must not walk into them.
     """
 
     query_start_loc: npt.NDArray[np.int32]

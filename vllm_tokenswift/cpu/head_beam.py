@@ -52,7 +52,7 @@ class CPUHeadBeam:
     def launch(
         self,
         states: Sequence[SamplingState],
-        foreseen: Sequence[bool],
+        sees_noise: Sequence[bool],
         starts: Sequence[BeamRoot],
         hidden: torch.Tensor,
         depth: int,
@@ -61,7 +61,7 @@ class CPUHeadBeam:
             return False
         noises = [
             self._noise(state, depth) if sees else None
-            for state, sees in zip(states, foreseen, strict=True)
+            for state, sees in zip(states, sees_noise, strict=True)
         ]
         self._levels = self._chain.descend(
             hidden,

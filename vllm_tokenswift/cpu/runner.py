@@ -44,11 +44,11 @@ class TokenSwiftCPUModelRunner(TokenSwiftRunnerMixin, CPUModelRunner):
         layers = {name: context[name] for name in group.layer_names}
         return CPUTreeAttention(layers, group.get_metadata_builder(), self._scratch_blocks)
 
-    def hears(self, req_id: str, tree: DraftTree) -> bool:
+    def wants_top_k(self, req_id: str, tree: DraftTree) -> bool:
         """In a batch only where there are drafts: what a row says takes 0.07 ms, sixteen rows 4%
         of a small model's step."""
         alone = self.input_batch.num_reqs == 1
-        return (alone or len(tree) > 0) and super().hears(req_id, tree)
+        return (alone or len(tree) > 0) and super().wants_top_k(req_id, tree)
 
     def make_descent(
         self, heads: DraftHeads, part: DraftVocabulary, lm_rows: torch.Tensor, least_chance: float

@@ -35,7 +35,7 @@ from vllm_tokenswift.tree import DraftTree
 
 
 class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
-    scorer_cls = CUDATreeSampler
+    tree_sampler_cls = CUDATreeSampler
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -147,14 +147,14 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
     def _warm_up_kernels(self) -> None:
         """A kept cost curve spares passes, not the compiling of what requests launch."""
         assert isinstance(self.tree_attention, CUDATreeAttention)
-        assert isinstance(self.scorer, CUDATreeSampler)
+        assert isinstance(self.tree_sampler, CUDATreeSampler)
         drafts = (
             self.options.self_draft != "off" and self.max_model_len > self.options.budget_tokens
         )
         self.tree_attention.warm_up(ranks_blocks=drafts)
         shape = (2, self.model_config.get_hidden_size())
         hidden = torch.zeros(shape, dtype=self.model_config.dtype, device=self.device)
-        self.scorer.warm_up(self.model.compute_logits(hidden))
+        self.tree_sampler.warm_up(self.model.compute_logits(hidden))
 
     def make_draft_pass(self) -> DraftPass:
         if not self.graphs.wide_shapes:  # no full graphs

@@ -156,15 +156,15 @@ class DraftState:
         limit: int,
         min_probability: float = 0.0,
         chain_only: bool = False,
-        foresight: GumbelNoise | None = None,
+        noise: GumbelNoise | None = None,
     ) -> int:
         """Takes the ``limit`` likeliest nodes of what all sources offer; returns their number.
 
-        See :func:`take_best_first`; foresight: the noise that will decide the samples.
+        See :func:`take_best_first`; noise: the noise that will decide the samples.
         """
         kind, keys = NO_NOISE, NO_KEYS
-        if foresight is not None:
-            kind, keys = foresight.kind, foresight.keys(limit)
+        if noise is not None:
+            kind, keys = noise.kind, noise.keys(limit)
         if not self._offer(heads, limit, kind, keys, min_probability):
             return 0
         if len(self.taken) < limit:
@@ -178,7 +178,7 @@ class DraftState:
             limit,
             min_probability,
             chain_only,
-            heads is not None and heads.foreseen,
+            heads is not None and heads.sees_noise,
             kind,
             keys,
             self.taken,
@@ -262,7 +262,7 @@ class DraftState:
                 probabilities,
                 below,
                 0 if heads.free else heads.own_depths,
-                heads.foreseen,
+                heads.sees_noise,
                 max_depth,
                 noise_kind,
                 keys,

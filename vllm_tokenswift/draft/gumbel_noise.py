@@ -1,7 +1,7 @@
 """Drafting with the noise in view that will decide the samples.
 
 A sampled token is the one whose exponential noise, divided by its probability, is the
-smallest (the Gumbel trick): ``argmin E_x / p_x``. The scorer fixes the noise of a position
+smallest (the Gumbel trick): ``argmin E_x / p_x``. The tree sampler fixes the noise of a position
 before the position is sampled, so drafts may look at it: a token whose noise is small is
 likelier to come than its probability says. What is emitted stays the same function of text
 and noise, whatever was drafted (``sampling/position_noise.py``).

@@ -121,7 +121,7 @@ def _in_a_row(
     while True:
         depth = len(path.tokens)
         row, chances = said.tokens[depth], said.probabilities[depth]
-        path.follow(row, chances, depth, request.state.cells, request.foresight)
+        path.follow(row, chances, depth, request.state.cells, request.noise)
         end = PathEnd(path, depth + 1 if depth + 1 < most_passes else None)
         if not planner.go_on([request], [end])[0]:
             break

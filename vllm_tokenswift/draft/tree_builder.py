@@ -59,10 +59,10 @@ def _as_long(chances: Floats, used: int, length: int) -> Floats:
 
 
 @inner
-def _knows_noise(source: int, heads_foreseen: bool) -> bool:
+def _knows_noise(source: int, heads_see_noise: bool) -> bool:
     """Whether a source's chances know the noise already: the draft pass's own token, contexts,
     and heads where they say so (:class:`HeadProposals`)."""
-    return source in (_SELF, _CONTEXT) or (heads_foreseen and source in (_HEADS, _FREE_HEADS))
+    return source in (_SELF, _CONTEXT) or (heads_see_noise and source in (_HEADS, _FREE_HEADS))
 
 
 @inner
@@ -146,7 +146,7 @@ def take_best_first(
     limit: int,
     min_probability: float,
     chain_only: bool,
-    heads_foreseen: bool,
+    heads_see_noise: bool,
     noise_kind: int,
     keys: Keys,
     taken: Ints,
@@ -155,7 +155,7 @@ def take_best_first(
     """Takes nodes of the merged offers in order of their path probability.
 
     limit: the most nodes. min_probability: paths at or below it are not taken. chain_only: only
-    the likeliest child of a node (requests under a grammar). heads_foreseen: the heads' chances
+    the likeliest child of a node (requests under a grammar). heads_see_noise: the heads' chances
     know the noise already.
 
     Writes ``taken``, int32 ``[limit, 3]``: token, source and parent of node ``i + 1`` at ``i``,
@@ -194,7 +194,7 @@ def take_best_first(
             cursors = _with_room(cursors, num_cursors, size)
             for step in range(first, first + size):
                 token, source, rate = steps[step, TOKEN], steps[step, SOURCE], rates[step]
-                if noise_kind != NO_NOISE and not _knows_noise(source, heads_foreseen):
+                if noise_kind != NO_NOISE and not _knows_noise(source, heads_see_noise):
                     rate = weighed_by(noise_kind, key, rate, token)
                 place = 0
                 while place < number and found[place, 0] != token:

@@ -42,16 +42,16 @@ def warm_up(mode: PlanMode) -> None:
     planner = Planner(cost, mode=mode, shapes_of=lambda _: [(4, 8)])
     state = DraftState(sampled=True)
     state.extend([*range(200), 0, 1, 2, 0, 1])  # long enough for every table to grow
-    foresight = GumbelNoise(SPLITMIX, _keys)
-    foresight.weighed(0.5, 0, 7)
-    SelfDraftPath().follow([7], [0.5], 0, state.cells, foresight)
+    noise = GumbelNoise(SPLITMIX, _keys)
+    noise.weighed(0.5, 0, 7)
+    SelfDraftPath().follow([7], [0.5], 0, state.cells, noise)
     heads = HeadProposals([[7, 8], [9, 9]], [[0.6, 0.2], [0.3, 0.2]], free=False)
     for candidates in (None, heads):
-        request = PlannedRequest(state, candidates, state.num_tokens, 8, foresight=foresight)
+        request = PlannedRequest(state, candidates, state.num_tokens, 8, noise=noise)
         planner.plan([request])
         planner.plan([request, request])
     state.extend([2], VerifyTopK(EMPTY_TREE, np.full((1, COLUMNS), NOTHING, np.int32)))
-    planner.plan([PlannedRequest(state, None, state.num_tokens, 8, foresight=foresight)])
+    planner.plan([PlannedRequest(state, None, state.num_tokens, 8, noise=noise)])
     num_followed(NO_NODES, np.zeros(1, np.int32))
     assert state.contexts is not None
     state.contexts.drop_lighter()

@@ -33,7 +33,7 @@ class DraftRequest:
     num_tokens: tokens of the sequence, the bonus token included; blocks: int32,
     physical blocks in logical order; hidden_row: the query row that the bonus token was
     sampled from; max_nodes: drafts that still fit the model's length and are wanted.
-    foresight: the noise of its coming samples, None where there is none to see.
+    noise: the noise of its coming samples, None where there is none to see.
     """
 
     req_id: str
@@ -43,7 +43,7 @@ class DraftRequest:
     blocks: np.ndarray
     hidden_row: int
     max_nodes: int
-    foresight: GumbelNoise | None
+    noise: GumbelNoise | None
 
 
 class Drafter:
@@ -100,7 +100,7 @@ class Drafter:
         Heads begin where they can do so by themselves and were asked last time, for all requests
         where most of them asked.
         """
-        self._asked = [HeadRequest(r.req_id, r.bonus_token, r.foresight) for r in requests]
+        self._asked = [HeadRequest(r.req_id, r.bonus_token, r.noise) for r in requests]
         if self.heads is None or not self.head_drafts.runs_ahead:
             return
         possible = [
@@ -207,7 +207,7 @@ class Drafter:
             context_len=request.num_tokens,
             limit=request.max_nodes,
             chain_only=request.state.chain_only,
-            foresight=request.foresight,
+            noise=request.noise,
         )
 
     def _wants_pass(self, planned: list[PlannedRequest], num_undrafted: int) -> list[bool]:

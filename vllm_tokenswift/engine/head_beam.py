@@ -36,7 +36,7 @@ class BeamRoot:
 class BeamRow:
     """What a head offers below a path: tokens, likeliest first, and their probabilities.
 
-    Those know the noise where the request is foreseen (``draft/gumbel_noise.py``).
+    Those know the noise where the request sees it (``draft/gumbel_noise.py``).
 
     above: the row of the level above that the path comes from (at the first level: the start);
     place: which of its tokens it follows.
@@ -58,14 +58,14 @@ class HeadBeam(Protocol):
     def launch(
         self,
         states: Sequence[SamplingState],
-        foreseen: Sequence[bool],
+        sees_noise: Sequence[bool],
         starts: Sequence[BeamRoot],
         hidden: torch.Tensor,
         depth: int,
     ) -> bool:
         """Begins a descent that nobody waits for yet; False where they are too many.
 
-        states, foreseen: by request, none that needs constraints over the whole vocabulary
+        states, sees_noise: by request, none that needs constraints over the whole vocabulary
         (``DraftVocabulary.suffices``); whether its noise is looked at. starts: in the order of
         their requests. hidden: ``[requests, hidden]``, what head 0 starts from. depth: of the
         first level's tokens, from 0.

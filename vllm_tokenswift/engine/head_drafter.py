@@ -36,11 +36,11 @@ _UNIT_ROWS = 256
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """One request that heads draft for; foresight: as the planner's."""
+    """One request that heads draft for; noise: as the planner's."""
 
     req_id: str
     bonus_token: int
-    foresight: GumbelNoise | None
+    noise: GumbelNoise | None
 
 
 @dataclass
@@ -104,7 +104,7 @@ class HeadDrafter:
 
     def __init__(self, runner: TokenSwiftRunnerMixin) -> None:
         self.model: Any = runner.model
-        self.scorer = runner.scorer
+        self.tree_sampler = runner.tree_sampler
         self.options = runner.options
         self.heads: DraftHeads | None = runner.drafter.heads
         self.hidden_size = runner.model_config.get_hidden_size()
@@ -113,7 +113,7 @@ class HeadDrafter:
         self._part: DraftVocabulary | None = None
         self._lm_rows: torch.Tensor | None = None  # [vocabulary of the heads, hidden]
         if self.heads is not None and (vocabulary := self.heads.vocabulary) is not None:
-            self._part = DraftVocabulary(vocabulary, self.scorer.vocab_size)
+            self._part = DraftVocabulary(vocabulary, self.tree_sampler.vocab_size)
             self._lm_rows = self._rows_of_lm_head(vocabulary)
         self._descent = self._platform_descent(runner)
         self._launched: tuple[HeadRequest, ...] = ()
@@ -162,7 +162,9 @@ class HeadDrafter:
         own: as in :meth:`candidates`.
         """
         req_ids = [request.req_id for request in requests]
-        return self._top(self.scorer.constrain(self.model.compute_logits(own), req_ids), width)
+        return self._top(
+            self.tree_sampler.draft_probabilities(self.model.compute_logits(own), req_ids), width
+        )
 
     def candidates_below(
         self,
@@ -179,7 +181,9 @@ class HeadDrafter:
         if not self.heads.conditioned:
             logits = self.model.compute_logits(torch.cat(self.heads(start)))
             req_ids = [request.req_id for request in requests] * self.heads.num_heads
-            tokens, values = self._top(self.scorer.constrain(logits, req_ids), OFFERED_TOKENS)
+            tokens, values = self._top(
+                self.tree_sampler.draft_probabilities(logits, req_ids), OFFERED_TOKENS
+            )
             return [
                 _below_passes(rows, tokens[i :: len(requests)], values[i :: len(requests)])
                 for i, rows in enumerate(own)
@@ -219,7 +223,9 @@ class HeadDrafter:
         """states: per depth ``[requests, hidden]``, what the LM head reads."""
         logits = self.model.compute_logits(torch.cat(states))
         req_ids = [request.req_id for request in requests] * len(states)
-        tokens, values = self._top(self.scorer.constrain(logits, req_ids), max(widths))
+        tokens, values = self._top(
+            self.tree_sampler.draft_probabilities(logits, req_ids), max(widths)
+        )
         places = range(0, len(states) * len(requests), len(requests))
         return [
             HeadProposals(
@@ -243,11 +249,11 @@ class HeadDrafter:
         own_depths = len(own[0].tokens)
         paths = self._below_own_rows(grown, requests, own)
         num_passes = 0
-        foreseen = False
+        sees_noise = False
         if self._descent is not None and paths:
             num_passes = self._descend(grown, requests, paths, start, own_depths)
-            foreseen = num_passes > 0
-        if not foreseen:
+            sees_noise = num_passes > 0
+        if not sees_noise:
             num_passes = self._step_by_step(grown, requests, paths, start, own_depths, widths)
         return [
             HeadProposals(
@@ -256,7 +262,7 @@ class HeadDrafter:
                 own_depths == 0,
                 rows.below,
                 num_passes,
-                foreseen=foreseen and request.foresight is not None,
+                sees_noise=sees_noise and request.noise is not None,
                 own_depths=own_depths,
             )
             for rows, request in zip(grown, requests, strict=True)
@@ -311,7 +317,9 @@ class HeadDrafter:
             states, read = self.heads.step(index, states, embedded)
             if scales is None:
                 req_ids = [requests[path.request].req_id for path in paths]
-                top = self._top(self.scorer.constrain(self._logits(read), req_ids), width)
+                top = self._top(
+                    self.tree_sampler.draft_probabilities(self._logits(read), req_ids), width
+                )
             else:
                 top = self._top_of_part(read, scales, paths, width)
             paths = self._extend(grown, requests, paths, top, depth + index)
@@ -365,7 +373,7 @@ class HeadDrafter:
         """Whether :meth:`launch_free` serves a request: not one whose constraints need the whole
         vocabulary."""
         assert self._part is not None
-        return self._part.suffices(self.scorer.states([req_id]))
+        return self._part.suffices(self.tree_sampler.states([req_id]))
 
     def launch_free(self, requests: Sequence[HeadRequest], start: torch.Tensor) -> None:
         """Begins what :meth:`candidates` may be asked about any of these same request objects.
@@ -385,10 +393,10 @@ class HeadDrafter:
     ) -> bool:
         assert self._descent is not None
         assert self._part is not None
-        states = self.scorer.states([request.req_id for request in requests])
+        states = self.tree_sampler.states([request.req_id for request in requests])
         return self._part.suffices(states) and self._descent.launch(
             states,
-            [request.foresight is not None for request in requests],
+            [request.noise is not None for request in requests],
             [BeamRoot(path.request, path.token, path.chance) for path in paths],
             start,
             depth,
@@ -412,14 +420,14 @@ class HeadDrafter:
         found: list[list[_Path]] = [[] for _ in grown]
         for state, path in enumerate(paths):
             row = grown[path.request].add(tokens[state], values[state], path)
-            foresight = requests[path.request].foresight
+            noise = requests[path.request].noise
             for place, (token, chance) in enumerate(zip(tokens[state], values[state], strict=True)):
-                if foresight is not None and own:  # luck may make an unlikely token sure
-                    chance = foresight.chance(chance, depth, token)
+                if noise is not None and own:  # luck may make an unlikely token sure
+                    chance = noise.chance(chance, depth, token)
                 elif path.chance * chance < _LEAST_CHANCE:
                     break
-                elif foresight is not None:
-                    chance = foresight.weighed(chance, depth, token)
+                elif noise is not None:
+                    chance = noise.weighed(chance, depth, token)
                 if (chance := path.chance * chance) >= _LEAST_CHANCE:
                     found[path.request].append(
                         _Path(path.request, token, chance, state, row, place)
@@ -431,9 +439,9 @@ class HeadDrafter:
         ]
 
     def _scales(self, requests: Sequence[HeadRequest]) -> torch.Tensor | None:
-        """float32 ``[requests, 2, part of the vocabulary]``; None where the scorer's own
+        """float32 ``[requests, 2, part of the vocabulary]``; None where the tree sampler's own
         constraints have to be applied, over the whole of it."""
-        states = self.scorer.states([request.req_id for request in requests])
+        states = self.tree_sampler.states([request.req_id for request in requests])
         if self._part is None or not self._part.suffices(states):
             return None
         return self._part.scales(states)
@@ -466,7 +474,7 @@ class HeadDrafter:
         own = self._own_logits(read)
         if self._part is None:
             return own
-        every = own.new_full((len(read), self.scorer.vocab_size), -float("inf"))
+        every = own.new_full((len(read), self.tree_sampler.vocab_size), -float("inf"))
         return every.index_copy_(1, self._part.tokens, own)
 
     def _rows_of_lm_head(self, vocabulary: torch.Tensor) -> torch.Tensor:
@@ -493,7 +501,7 @@ def _chance(request: HeadRequest, rows: SelfDraftRows, depth: int) -> float:
     """That the token which was followed at ``depth`` comes, by what its pass says."""
     place = rows.followed[depth]
     token, chance = rows.tokens[depth][place], rows.probabilities[depth][place]
-    return chance if request.foresight is None else request.foresight.chance(chance, depth, token)
+    return chance if request.noise is None else request.noise.chance(chance, depth, token)
 
 
 def _below_passes(

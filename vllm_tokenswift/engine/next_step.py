@@ -60,7 +60,7 @@ class NextStep:
         accepted: Sequence[VerifyResult],
         hidden_states: torch.Tensor,
     ) -> None:
-        """To be called when the scorer has committed what a step emitted, and nobody else.
+        """To be called when the tree sampler has committed what a step emitted, and nobody else.
 
         The device may begin to draft while the host's indexes take the new tokens in.
 
@@ -142,5 +142,5 @@ class NextStep:
             blocks=blocks,
             hidden_row=root_row + (emitted.nodes[-1] if emitted.nodes else 0),
             max_nodes=max_nodes,
-            foresight=self.runner.foresight(group.req_id),
+            noise=self.runner.noise_of(group.req_id),
         )

@@ -26,6 +26,6 @@ class RequestState:
     max_tokens: int
 
     @property
-    def hears(self) -> bool:
+    def wants_top_k(self) -> bool:
         """Whether drafting makes use of what the target finds likeliest."""
         return self.speculate and self.draft.contexts is not None

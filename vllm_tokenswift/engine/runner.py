@@ -80,7 +80,7 @@ class TokenSwiftRunnerMixin(_Runner):
     A platform supplies ``_make_tree_attention`` and may extend the loading hooks.
     """
 
-    scorer_cls: type[TreeSampler] = TreeSampler
+    tree_sampler_cls: type[TreeSampler] = TreeSampler
     tree_attention: TreeAttention
     drafter: Any
     # int32 [most requests] on the device, tokens before each request's rows; where attention
@@ -91,7 +91,7 @@ class TokenSwiftRunnerMixin(_Runner):
         super().__init__(vllm_config, device)
         self.options = TokenSwiftOptions.from_dict(vllm_config.additional_config["tokenswift"])
         self.stats = Stats()
-        self.scorer = self.scorer_cls(
+        self.tree_sampler = self.tree_sampler_cls(
             self.model_config.get_vocab_size(),
             device,
             self.options,
@@ -217,12 +217,14 @@ class TokenSwiftRunnerMixin(_Runner):
         request = self.requests[req_id]
         params = request.sampling_params
         prompt = request.prompt_token_ids
-        self.scorer.add(req_id, params, prompt, request.output_token_ids, request.generator)
+        self.tree_sampler.add_request(
+            req_id, params, prompt, request.output_token_ids, request.generator
+        )
         options = self.options
         table = self.draft_table()
         sampled = params.temperature > 0
         draft = DraftState(options.ngram_n, options.ngram_k, options.suffix_max_match, sampled)
-        if self.foresight(req_id) is None:
+        if self.noise_of(req_id) is None:
             draft.contexts = None  # nobody would look at them
         draft.extend(prompt)
         draft.extend(request.output_token_ids)
@@ -239,9 +241,9 @@ class TokenSwiftRunnerMixin(_Runner):
         if self.recorder is not None:
             self.recorder.start(req_id, [*prompt, *request.output_token_ids], sampled)
 
-    def foresight(self, req_id: str) -> GumbelNoise | None:
+    def noise_of(self, req_id: str) -> GumbelNoise | None:
         """What drafts may see of the noise of a request's coming samples."""
-        return self.scorer.foresight(req_id) if self.options.plan == "auto" else None
+        return self.tree_sampler.noise_of(req_id) if self.options.plan == "auto" else None
 
     def draft_table(self) -> DraftBlockTable:
         """The draft block table of a new request."""
@@ -256,7 +258,7 @@ class TokenSwiftRunnerMixin(_Runner):
 
     def forget_request(self, req_id: str) -> None:
         if self.request_states.pop(req_id, None) is not None:
-            self.scorer.remove(req_id)
+            self.tree_sampler.remove_request(req_id)
             self._trees.pop(req_id, None)
             if self.recorder is not None:
                 self.recorder.finish(req_id)
@@ -366,7 +368,7 @@ class TokenSwiftRunnerMixin(_Runner):
         feed = None
         if self.launches_ahead and may_go_on and self.next_step.is_undrafted(groups):
             feed = self.next_step.launch_undrafted
-        accepted, logprobs = self.scorer.score(logits, groups, feed)
+        accepted, logprobs = self.tree_sampler.sample_trees(logits, groups, feed)
         self.follow(self.next_step, groups, accepted, self._head_states())
         self._drafts = self._draft() if may_go_on else None
         for group, emitted in zip(groups, accepted, strict=True):  # while the device works
@@ -387,14 +389,14 @@ class TokenSwiftRunnerMixin(_Runner):
                     if req_id in self._placeholders
                     else self._dead_nodes.get(req_id, frozenset())
                 ),
-                hears=self.hears(req_id, tree),
+                wants_top_k=self.wants_top_k(req_id, tree),
             )
             for batch_row, req_id in enumerate(self.input_batch.req_ids)
         ]
 
-    def hears(self, req_id: str, tree: DraftTree) -> bool:
-        """Whether drafting hears what the target finds likeliest at a request's rows."""
-        return req_id not in self.next_step.rested and self.request_states[req_id].hears
+    def wants_top_k(self, req_id: str, tree: DraftTree) -> bool:
+        """Whether drafting learns from what the target finds likeliest at a request's rows."""
+        return req_id not in self.next_step.rested and self.request_states[req_id].wants_top_k
 
     def _head_states(self) -> torch.Tensor:
         """The step's hidden states in the form that heads read: ``[query rows, hidden]``."""
@@ -415,7 +417,7 @@ class TokenSwiftRunnerMixin(_Runner):
         """Takes in what a step emitted. The device drafts before cache and texts have it."""
         for group, emitted in zip(groups, accepted, strict=True):
             if emitted.tokens:
-                self.scorer.commit(group.req_id, emitted.tokens)
+                self.tree_sampler.commit_tokens(group.req_id, emitted.tokens)
         next_step.begin(groups, accepted, head_states)
         if self._plan.trees:
             nodes = {g.req_id: a.nodes for g, a in zip(groups, accepted, strict=True)}
@@ -440,7 +442,7 @@ class TokenSwiftRunnerMixin(_Runner):
     def _bookkeeping_sync(
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
-        # vLLM rewinds the generator of a request whose sample it discards. The scorer draws
+        # vLLM rewinds the generator of a request whose sample it discards. The tree sampler draws
         # nothing for those, so there is nothing to rewind (and a CPU generator cannot be).
         generators = self.input_batch.generators
         discarded = {

@@ -156,7 +156,7 @@ class SelfDrafter:
     ) -> int:
         plan, depth = planned[one.place], len(one.path.tokens)
         age = one.request.state.table.age(one.request.num_tokens + depth)
-        return one.path.follow(tokens, probabilities, age, plan.state.cells, plan.foresight)
+        return one.path.follow(tokens, probabilities, age, plan.state.cells, plan.noise)
 
     def _run(self, passed: Sequence[_Passed], tokens: Sequence[int], depth: int) -> Any:
         """A pass at the position ``depth`` after the bonus token's; tokens: those it reads."""

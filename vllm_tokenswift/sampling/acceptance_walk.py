@@ -33,7 +33,7 @@ class VerifyRows:
     tree: DraftTree
     discard: bool = False
     dead_nodes: frozenset[int] = frozenset()
-    hears: bool = False
+    wants_top_k: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ class AcceptanceWalk:
     said: Likeliest | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        if any(group.hears and not group.discard for group in self.groups):
+        if any(group.wants_top_k and not group.discard for group in self.groups):
             self.said = np.full((len(self.logits), COLUMNS), NOTHING, np.int32)
         self.accepted = [
-            VerifyResult(said=self._rows_of(start, group) if group.hears else None)
+            VerifyResult(said=self._rows_of(start, group) if group.wants_top_k else None)
             for start, group in zip(self.starts, self.groups, strict=True)
         ]
 

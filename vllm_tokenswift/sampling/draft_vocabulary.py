@@ -2,7 +2,7 @@
 
 Heads run several times between two steps, and what they say only has to be likely: so
 temperature and the windowed penalty are applied to their few thousand logits, and whatever
-cannot be done there is left to the scorer's own :meth:`TreeSampler.constrain`.
+cannot be done there is left to the tree sampler's own :meth:`TreeSampler.draft_probabilities`.
 """
 
 from __future__ import annotations

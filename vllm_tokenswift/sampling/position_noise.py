@@ -49,7 +49,7 @@ class PositionDraws(ABC):
     def commit(self, num_tokens: int) -> None:
         """The next ``num_tokens`` positions have their tokens: drop their draws."""
 
-    def foresight(self) -> GumbelNoise | None:
+    def coming_noise(self) -> GumbelNoise | None:
         """The noise of the coming positions, or None where drafts may not or cannot look at it."""
         return None
 
@@ -93,7 +93,7 @@ class SeedDraws(PositionDraws):
         self.at(num_positions - 1)
         return np.fromiter(islice(self.pending, num_positions), np.uint64, num_positions)
 
-    def foresight(self) -> GumbelNoise:
+    def coming_noise(self) -> GumbelNoise:
         return GumbelNoise(SPLITMIX, self.ahead)
 
     def key_at(self, depth: int) -> int:

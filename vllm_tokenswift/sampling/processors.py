@@ -7,7 +7,7 @@
 
 A request sets ``penalty_theta`` and ``penalty_window``, ``eta_epsilon`` and
 ``eta_alpha`` in its ``extra_args`` (``vllm_xargs``); the penalty's defaults stand
-in ``additional_config["tokenswift"]``. The maths is the scorer's own, so equal
+in ``additional_config["tokenswift"]``. The maths is the tree sampler's own, so equal
 logits give bit-identical results with and without speculation.
 
 vLLM has two model runners with a processor interface each, and the user does not

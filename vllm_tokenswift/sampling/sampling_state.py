@@ -1,4 +1,4 @@
-"""What the scorer knows about one request, derived from its committed history.
+"""What the tree sampler knows about one request, derived from its committed history.
 
 The fields mirror what vLLM's ``InputBatch.add_request`` makes of
 ``SamplingParams`` (vllm/v1/worker/gpu_input_batch.py).

@@ -57,7 +57,7 @@ class TreeSampler:
         # by depth. On a GPU a round trip per depth costs more than all the rows.
         self._sample_whole_trees = device.type != "cpu"
 
-    def add(
+    def add_request(
         self,
         req_id: str,
         sampling_params: SamplingParams,
@@ -91,27 +91,27 @@ class TreeSampler:
     def _new_draws(self, generator: torch.Generator | None) -> PositionDraws:
         return self._noise.new_draws(generator)
 
-    def foresight(self, req_id: str) -> GumbelNoise | None:
+    def noise_of(self, req_id: str) -> GumbelNoise | None:
         """The noise of the request's coming positions, from its next on.
 
         None where the request is greedy or its noise is not known beforehand.
         """
         state = self._states[req_id]
-        return None if state.greedy else state.draws.foresight()
+        return None if state.greedy else state.draws.coming_noise()
 
     def states(self, req_ids: Sequence[str]) -> list[SamplingState]:
         """What is known of these requests, to be read."""
         return [self._states[req_id] for req_id in req_ids]
 
-    def remove(self, req_id: str) -> None:
+    def remove_request(self, req_id: str) -> None:
         """Forget a finished request (no error if it is not known)."""
         self._states.pop(req_id, None)
 
-    def commit(self, req_id: str, tokens: Sequence[int]) -> None:
+    def commit_tokens(self, req_id: str, tokens: Sequence[int]) -> None:
         """The emitted tokens that vLLM kept: the request's history grows by them."""
         self._states[req_id].commit(tokens)
 
-    def score(
+    def sample_trees(
         self,
         logits: torch.Tensor,
         groups: Sequence[VerifyRows],
@@ -154,7 +154,7 @@ class TreeSampler:
         emitted, num_slots = walk.emitted_with_logprobs()
         return walk.accepted, gather_logprobs(source, emitted, num_slots, self.logprobs_mode)
 
-    def constrain(self, logits: torch.Tensor, req_ids: Sequence[str]) -> torch.Tensor:
+    def draft_probabilities(self, logits: torch.Tensor, req_ids: Sequence[str]) -> torch.Tensor:
         """Probabilities to draft from: the target's constraints on the drafter's logits.
 
         logits: ``[rows, vocab]``, left unchanged; req_ids: one per row, repeats allowed.
@@ -227,7 +227,7 @@ class TreeSampler:
         """
         if walk.said is None:
             return
-        heard = [row for row in random if walk.groups[places[row].group].hears]
+        heard = [row for row in random if walk.groups[places[row].group].wants_top_k]
         if heard:
             of_heard = shaped if len(heard) == len(places) else shaped[heard]
             walk.said[[walk.row(places[row]) for row in heard]] = likeliest_tokens(of_heard)

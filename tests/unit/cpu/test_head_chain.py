@@ -56,7 +56,7 @@ def chances_of(heads, lm_rows, level, state, embedded, scales, noise):
     likely = DraftVocabulary.probabilities(read @ lm_rows.T, scales[None])[0].double()
     if noise is not None:
         draws, power = noise
-        noise = [draws.foresight().noise(level, token) for token in heads.vocabulary.tolist()]
+        noise = [draws.coming_noise().noise(level, token) for token in heads.vocabulary.tolist()]
         likely /= torch.tensor(noise) ** power
         likely /= likely.sum()
     return state[0], likely

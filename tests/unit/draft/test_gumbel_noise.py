@@ -13,7 +13,7 @@ from vllm_tokenswift.draft.planner.planner import PlannedRequest, Planner
 from vllm_tokenswift.draft.proposals.head_proposals import HeadProposals
 
 
-def foresight_of(kind: int) -> GumbelNoise:
+def gumbel_noise_of(kind: int) -> GumbelNoise:
     return GumbelNoise(kind, lambda positions: np.arange(5, 7 + positions, dtype=np.uint64))
 
 
@@ -46,8 +46,8 @@ def test_a_sure_offer_does_not_depend_on_luck() -> None:
 
 @pytest.mark.parametrize("kind", [SPLITMIX, MURMUR])
 def test_the_noise_is_exponential_and_every_position_has_its_own(kind: int) -> None:
-    foresight = foresight_of(kind)
-    noise = np.array([[foresight.noise(depth, t) for t in range(20_000)] for depth in range(3)])
+    gumbel_noise = gumbel_noise_of(kind)
+    noise = np.array([[gumbel_noise.noise(depth, t) for t in range(20_000)] for depth in range(3)])
     # The standard errors are 0.007 (mean), 0.016 (variance) and 0.007 (correlation).
     assert noise.mean(axis=1) == pytest.approx(1.0, abs=0.03)
     assert noise.var(axis=1) == pytest.approx(1.0, abs=0.07)
@@ -56,24 +56,24 @@ def test_the_noise_is_exponential_and_every_position_has_its_own(kind: int) -> N
 
 @pytest.mark.parametrize("kind", [SPLITMIX, MURMUR])
 def test_an_offer_is_weighed_by_the_noise_of_its_token_and_depth(kind: int) -> None:
-    foresight = foresight_of(kind)
+    gumbel_noise = gumbel_noise_of(kind)
     for depth in range(3):
         for token in range(20):
-            expected = weighed(0.3, foresight.noise(depth, token))
-            assert foresight.weighed(0.3, depth, token) == expected
+            expected = weighed(0.3, gumbel_noise.noise(depth, token))
+            assert gumbel_noise.weighed(0.3, depth, token) == expected
 
 
-def by_luck(foresight: GumbelNoise, depth: int) -> list[int]:
+def by_luck(gumbel_noise: GumbelNoise, depth: int) -> list[int]:
     """Tokens, that of the smallest noise first."""
-    return sorted(range(100), key=lambda token: foresight.noise(depth, token))
+    return sorted(range(100), key=lambda token: gumbel_noise.noise(depth, token))
 
 
 @pytest.mark.parametrize("kind", [SPLITMIX, MURMUR])
 def test_of_equally_likely_continuations_the_lucky_one_is_taken_at_every_depth(kind: int) -> None:
-    foresight = foresight_of(kind)
+    gumbel_noise = gumbel_noise_of(kind)
     rows, lucky = [], []
     for depth in range(3):
-        tokens = by_luck(foresight, depth)
+        tokens = by_luck(gumbel_noise, depth)
         rows.append([tokens[-1], tokens[0]])
         lucky.append(tokens[0])
     heads = HeadProposals(rows, [[0.3, 0.3]] * 3, free=True)
@@ -81,18 +81,18 @@ def test_of_equally_likely_continuations_the_lucky_one_is_taken_at_every_depth(k
     state.extend([1])
     state.draft(heads, 3, chain_only=True)
     assert state.taken[:, 0].tolist() == [row[0] for row in rows]
-    state.draft(heads, 3, chain_only=True, foresight=foresight)
+    state.draft(heads, 3, chain_only=True, noise=gumbel_noise)
     assert state.taken[:, 0].tolist() == lucky
 
 
 def test_heads_that_know_the_noise_are_not_weighed_again() -> None:
-    foresight = foresight_of(SPLITMIX)
-    tokens = by_luck(foresight, 0)
+    gumbel_noise = gumbel_noise_of(SPLITMIX)
+    tokens = by_luck(gumbel_noise, 0)
     state = DraftState()
     state.extend([1])
-    for foreseen, taken in ((True, tokens[-1]), (False, tokens[0])):
-        heads = HeadProposals([[tokens[-1], tokens[0]]], [[0.3, 0.3]], True, foreseen=foreseen)
-        state.draft(heads, 1, foresight=foresight)
+    for sees_noise, taken in ((True, tokens[-1]), (False, tokens[0])):
+        heads = HeadProposals([[tokens[-1], tokens[0]]], [[0.3, 0.3]], True, sees_noise=sees_noise)
+        state.draft(heads, 1, noise=gumbel_noise)
         assert state.taken[0, 0] == taken
 
 
@@ -100,13 +100,13 @@ def test_a_draft_pass_and_its_noise_leave_little_doubt() -> None:
     """Of four tokens as likely as each other the noise singles out the one to draft."""
     state = DraftState()
     state.extend([111, 112, 113])
-    foresight = foresight_of(MURMUR)
-    lucky, *_, second, third, fourth = by_luck(foresight, 0)
+    gumbel_noise = gumbel_noise_of(MURMUR)
+    lucky, *_, second, third, fourth = by_luck(gumbel_noise, 0)
     heads = HeadProposals([[second, lucky, third, fourth]], [[0.25] * 4], free=False)
     planner = Planner(
         CostModel(verify_points=((1, 10.0), (2, 15.0), (5, 30.0)), draft_points=((0, 10.0),))
     )
-    for seen, drafted in ((None, []), (foresight, [lucky])):
-        request = PlannedRequest(state, heads, context_len=3, limit=4, foresight=seen)
+    for seen, drafted in ((None, []), (gumbel_noise, [lucky])):
+        request = PlannedRequest(state, heads, context_len=3, limit=4, noise=seen)
         [tree] = planner.plan([request])
         assert tree.tokens.tolist() == drafted

@@ -1,4 +1,4 @@
-"""Plain decoding by vLLM's own parts, and decoding over trees by the scorer.
+"""Plain decoding by vLLM's own parts, and decoding over trees by the tree_sampler.
 
 The *model* is a deterministic function of the last tokens, so that the logits of
 a tree node depend on its path, as those of a language model do.
@@ -182,10 +182,10 @@ class TreeDecoder:
 
     def __init__(
         self,
-        scorer: TreeSampler,
+        tree_sampler: TreeSampler,
         plant: Callable[[str, Sequence[int]], DraftTree],
     ) -> None:
-        self.scorer = scorer
+        self.tree_sampler = tree_sampler
         self.plant = plant
         self.prompts: dict[str, list[int]] = {}
         self.outputs: dict[str, list[int]] = {}
@@ -193,7 +193,7 @@ class TreeDecoder:
     def add(self, req_id: str, params: SamplingParams, prompt: list[int]) -> None:
         self.prompts[req_id] = prompt
         self.outputs[req_id] = []
-        self.scorer.add(req_id, params, prompt, [], new_generator(params))
+        self.tree_sampler.add_request(req_id, params, prompt, [], new_generator(params))
 
     def step(self, req_ids: Sequence[str]) -> None:
         groups: list[VerifyRows] = []
@@ -202,10 +202,10 @@ class TreeDecoder:
             tree = self.plant(req_id, self.outputs[req_id])
             text = [*self.prompts[req_id], *self.outputs[req_id]]
             groups.append(VerifyRows(req_id, tree))
-            rows.append(tree_logits(tree, text, self.scorer.vocab_size))
-        accepted, self.logprobs = self.scorer.score(torch.cat(rows), groups)
+            rows.append(tree_logits(tree, text, self.tree_sampler.vocab_size))
+        accepted, self.logprobs = self.tree_sampler.sample_trees(torch.cat(rows), groups)
         for req_id, group in zip(req_ids, accepted, strict=True):
             assert len(group.tokens) == len(group.nodes) + 1
             self.outputs[req_id].extend(group.tokens)
-            self.scorer.commit(req_id, group.tokens)
+            self.tree_sampler.commit_tokens(req_id, group.tokens)
         self.accepted = accepted

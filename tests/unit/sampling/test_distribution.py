@@ -1,4 +1,4 @@
-"""Unseeded requests: what the scorer emits has exactly the target's distribution.
+"""Unseeded requests: what the tree_sampler emits has exactly the target's distribution.
 
 Sequences of three tokens over a vocabulary of four, 50,000 of them, against their
 exact probabilities. The trees are of all shapes and differ per request and
@@ -92,10 +92,10 @@ def _no_gc() -> Iterator[None]:
 @pytest.mark.usefixtures("_no_gc")
 @pytest.mark.parametrize("kind", ["gumbel seeds by depth", "exponential rows of whole trees"])
 def test_sequences_drawn_over_trees_have_exactly_the_targets_distribution(kind: str) -> None:
-    scorer = TreeSampler(VOCAB, CPU, PlainDefaults(THETA, WINDOW))
+    tree_sampler = TreeSampler(VOCAB, CPU, PlainDefaults(THETA, WINDOW))
     if kind != "gumbel seeds by depth":
-        scorer._noise = ExponentialSampler(VOCAB, CPU, use_fp64_gumbel=False)
-        scorer._sample_whole_trees = True
+        tree_sampler._noise = ExponentialSampler(VOCAB, CPU, use_fp64_gumbel=False)
+        tree_sampler._sample_whole_trees = True
     params = SamplingParams(temperature=TEMPERATURE, min_p=MIN_P, max_tokens=100)
     rng = random.Random(1)
     counts: Counter[tuple[int, ...]] = Counter()
@@ -105,8 +105,8 @@ def test_sequences_drawn_over_trees_have_exactly_the_targets_distribution(kind: 
         for _ in range(NUM_DRAWS // BATCH):
             texts = [list(PROMPT) for _ in range(BATCH)]
             for i in range(BATCH):
-                scorer.remove(str(i))
-                scorer.add(str(i), params, PROMPT, [], None)
+                tree_sampler.remove_request(str(i))
+                tree_sampler.add_request(str(i), params, PROMPT, [], None)
             unfinished = list(range(BATCH))
             while unfinished:
                 iterations += len(unfinished)
@@ -120,10 +120,10 @@ def test_sequences_drawn_over_trees_have_exactly_the_targets_distribution(kind: 
                 groups = [
                     VerifyRows(str(i), SHAPES[s]) for i, s in zip(unfinished, shapes, strict=True)
                 ]
-                accepted, _ = scorer.score(logits, groups)
+                accepted, _ = tree_sampler.sample_trees(logits, groups)
                 for i, group in zip(unfinished, accepted, strict=True):
                     texts[i] += group.tokens
-                    scorer.commit(str(i), group.tokens)
+                    tree_sampler.commit_tokens(str(i), group.tokens)
                 unfinished = [i for i in unfinished if len(texts[i]) < len(PROMPT) + LENGTH]
             counts.update(tuple(text[len(PROMPT) :][:LENGTH]) for text in texts)
     assert counts.total() == NUM_DRAWS

@@ -1,4 +1,4 @@
-"""The scorer against vLLM's own sampler: the same tokens, bit for bit."""
+"""The tree sampler against vLLM's own sampler: the same tokens, bit for bit."""
 
 from __future__ import annotations
 
@@ -107,10 +107,10 @@ GREEDY: dict[str, Callable[[], SamplingParams]] = {
 EVERY = {**SEEDED, **GREEDY}
 
 
-def make_scorer(whole_trees: bool = False) -> TreeSampler:
-    scorer = TreeSampler(VOCAB, CPU, PlainDefaults())
-    scorer._sample_whole_trees = whole_trees
-    return scorer
+def make_tree_sampler(whole_trees: bool = False) -> TreeSampler:
+    tree_sampler = TreeSampler(VOCAB, CPU, PlainDefaults())
+    tree_sampler._sample_whole_trees = whole_trees
+    return tree_sampler
 
 
 def plant_around(expected: dict[str, list[int]], seed: int):  # type: ignore[no-untyped-def]
@@ -126,7 +126,7 @@ def plant_around(expected: dict[str, list[int]], seed: int):  # type: ignore[no-
 @pytest.mark.parametrize("name", EVERY)
 def test_tokens_over_trees_are_those_of_plain_decoding(name: str, whole_trees: bool) -> None:
     expected = decode_plainly(EVERY[name](), PROMPT, NUM_TOKENS + 8, VOCAB)
-    decoder = TreeDecoder(make_scorer(whole_trees), plant_around({"r": expected}, seed=5))
+    decoder = TreeDecoder(make_tree_sampler(whole_trees), plant_around({"r": expected}, seed=5))
     decoder.add("r", EVERY[name](), PROMPT)
     steps = 0
     while len(decoder.outputs["r"]) < NUM_TOKENS:
@@ -142,7 +142,7 @@ def test_tokens_of_a_request_in_a_mixed_batch_are_those_it_has_alone(whole_trees
         name: decode_plainly(make(), PROMPT[: 1 + i % 8], NUM_TOKENS + 8, VOCAB)
         for i, (name, make) in enumerate(EVERY.items())
     }
-    decoder = TreeDecoder(make_scorer(whole_trees), plant_around(expected, seed=6))
+    decoder = TreeDecoder(make_tree_sampler(whole_trees), plant_around(expected, seed=6))
     for i, (name, make) in enumerate(EVERY.items()):
         decoder.add(name, make(), PROMPT[: 1 + i % 8])
     unfinished = list(EVERY)
@@ -158,24 +158,24 @@ def test_tokens_of_a_request_in_a_mixed_batch_are_those_it_has_alone(whole_trees
 @pytest.mark.parametrize("name", ["everything", "window", "greedy with all"])
 def test_a_preempted_request_goes_on_as_if_nothing_had_happened(name: str) -> None:
     expected = decode_plainly(EVERY[name](), PROMPT, NUM_TOKENS + 8, VOCAB)
-    scorer = make_scorer(whole_trees=True)  # this way noise is left over at every step
-    decoder = TreeDecoder(scorer, plant_around({"r": expected}, seed=8))
+    tree_sampler = make_tree_sampler(whole_trees=True)  # this way noise is left over at every step
+    decoder = TreeDecoder(tree_sampler, plant_around({"r": expected}, seed=8))
     decoder.add("r", EVERY[name](), PROMPT)
     generator = new_generator(EVERY[name]())
     while len(decoder.outputs["r"]) < NUM_TOKENS:
         decoder.step(["r"])
-        scorer.add("r", EVERY[name](), PROMPT, list(decoder.outputs["r"]), generator)
+        tree_sampler.add_request("r", EVERY[name](), PROMPT, list(decoder.outputs["r"]), generator)
     assert decoder.outputs["r"] == expected[: len(decoder.outputs["r"])]
 
 
 def test_a_partial_prefill_emits_nothing_and_draws_no_noise() -> None:
-    scorer = make_scorer()
+    tree_sampler = make_tree_sampler()
     params = SEEDED["plain"]()
     generator = new_generator(params)
     assert generator is not None
-    scorer.add("r", params, PROMPT, [], generator)
+    tree_sampler.add_request("r", params, PROMPT, [], generator)
     before = generator.get_state()
-    accepted, logprobs = scorer.score(
+    accepted, logprobs = tree_sampler.sample_trees(
         torch.randn(1, VOCAB), [VerifyRows("r", EMPTY_TREE, discard=True)]
     )
     assert accepted == [VerifyResult([], [])]
@@ -186,12 +186,14 @@ def test_a_partial_prefill_emits_nothing_and_draws_no_noise() -> None:
 @pytest.mark.parametrize("whole_trees", [False, True], ids=["by depth", "whole trees"])
 def test_the_walk_never_enters_a_dead_node(whole_trees: bool) -> None:
     expected = decode_plainly(GREEDY["greedy"](), PROMPT, 6, VOCAB)
-    scorer = make_scorer(whole_trees)
-    scorer.add("r", GREEDY["greedy"](), PROMPT, [], None)
+    tree_sampler = make_tree_sampler(whole_trees)
+    tree_sampler.add_request("r", GREEDY["greedy"](), PROMPT, [], None)
     tree = DraftTree.chain(expected[:5])
     logits = tree_logits(tree, PROMPT, VOCAB)
     logits[3:] = float("nan")
-    accepted, _ = scorer.score(logits, [VerifyRows("r", tree, dead_nodes=frozenset({3, 4, 5}))])
+    accepted, _ = tree_sampler.sample_trees(
+        logits, [VerifyRows("r", tree, dead_nodes=frozenset({3, 4, 5}))]
+    )
     assert accepted == [VerifyResult([1, 2], expected[:3])]
 
 
@@ -200,19 +202,19 @@ def test_the_likeliest_are_said_where_a_hearing_request_was_sampled(whole_trees:
     """By vLLM's penalty and min-p, at each node of the walk and nowhere else."""
     params = make_params(seed=3, temperature=0.7, min_p=0.1, repetition_penalty=1.2)
     expected = decode_plainly(params, PROMPT, 3, VOCAB)
-    scorer = make_scorer(whole_trees)
+    tree_sampler = make_tree_sampler(whole_trees)
     for req_id in ("r", "greedy", "silent"):
         given = GREEDY["greedy"]() if req_id == "greedy" else params
-        scorer.add(req_id, given, PROMPT, [], new_generator(given))
+        tree_sampler.add_request(req_id, given, PROMPT, [], new_generator(given))
     tree = DraftTree.build([expected[0], 9, expected[1]], [0, 0, 1])
     one_row = torch.randn(1, VOCAB)
     logits = torch.cat([tree_logits(tree, PROMPT, VOCAB), one_row, one_row])
     groups = [
-        VerifyRows("r", tree, hears=True),
-        VerifyRows("greedy", EMPTY_TREE, hears=True),
+        VerifyRows("r", tree, wants_top_k=True),
+        VerifyRows("greedy", EMPTY_TREE, wants_top_k=True),
         VerifyRows("silent", EMPTY_TREE),
     ]
-    (accepted, greedy, silent), _ = scorer.score(logits, groups)
+    (accepted, greedy, silent), _ = tree_sampler.sample_trees(logits, groups)
     assert accepted.tokens == expected
     assert silent.said is None
     assert greedy.said is not None
@@ -239,61 +241,61 @@ def test_the_likeliest_are_said_where_a_hearing_request_was_sampled(whole_trees:
 
 @pytest.mark.parametrize("whole_trees", [False, True], ids=["by depth", "whole trees"])
 def test_stop_tokens_are_out_at_every_draft_position_below_min_tokens(whole_trees: bool) -> None:
-    scorer = make_scorer(whole_trees)
-    scorer.add("r", make_params(temperature=0, min_tokens=5), PROMPT, [1, 2], None)
+    tree_sampler = make_tree_sampler(whole_trees)
+    tree_sampler.add_request("r", make_params(temperature=0, min_tokens=5), PROMPT, [1, 2], None)
     tree = DraftTree.chain([20, 21, 22, 23])
     logits = torch.zeros(5, VOCAB)
     logits[torch.arange(5), torch.arange(20, 25)] = 1.0
     logits[:, STOPS[0]] = 2.0  # the model wants to end from the start
-    accepted, _ = scorer.score(logits, [VerifyRows("r", tree)])
+    accepted, _ = tree_sampler.sample_trees(logits, [VerifyRows("r", tree)])
     assert accepted == [VerifyResult([1, 2, 3], [20, 21, 22, STOPS[0]])]
 
 
 @pytest.mark.parametrize("whole_trees", [False, True], ids=["by depth", "whole trees"])
 def test_a_bad_word_is_found_across_output_and_drafts(whole_trees: bool) -> None:
-    scorer = make_scorer(whole_trees)
+    tree_sampler = make_tree_sampler(whole_trees)
     params = make_params(temperature=0, bad_words=[[2, 20, 21], [20, 30, 22]])
-    scorer.add("r", params, PROMPT, [1, 2], None)
+    tree_sampler.add_request("r", params, PROMPT, [1, 2], None)
     tree = DraftTree.build([20, 21, 30, 22, 23], [0, 1, 1, 3, 3])
     logits = torch.zeros(6, VOCAB)
     logits[0, 20] = 1.0
     logits[1, 21], logits[1, 30] = 2.0, 1.0  # 2, 20, 21 is forbidden: 30 instead
     logits[3, 22], logits[3, 23] = 2.0, 1.0  # 20, 30, 22 is forbidden: 23 instead
     logits[5, 40] = 1.0
-    accepted, _ = scorer.score(logits, [VerifyRows("r", tree)])
+    accepted, _ = tree_sampler.sample_trees(logits, [VerifyRows("r", tree)])
     assert accepted == [VerifyResult([1, 3, 5], [20, 30, 23, 40])]
 
 
 @pytest.mark.parametrize("whole_trees", [False, True], ids=["by depth", "whole trees"])
 def test_placeholders_among_the_drafts_are_rejected(whole_trees: bool) -> None:
     expected = decode_plainly(SEEDED["everything"](), PROMPT, 3, VOCAB)
-    scorer = make_scorer(whole_trees)
+    tree_sampler = make_tree_sampler(whole_trees)
     params = SEEDED["everything"]()
-    scorer.add("r", params, PROMPT, [], new_generator(params))
+    tree_sampler.add_request("r", params, PROMPT, [], new_generator(params))
     good = DraftTree.chain(expected[:1])
     logits = torch.cat([tree_logits(good, PROMPT, VOCAB), torch.zeros(2, VOCAB)])
     tree = DraftTree.chain([expected[0], -1, VOCAB])
-    accepted, _ = scorer.score(logits, [VerifyRows("r", tree)])
+    accepted, _ = tree_sampler.sample_trees(logits, [VerifyRows("r", tree)])
     assert accepted == [VerifyResult([1], expected[:2])]
 
 
 def test_logits_are_left_as_they_were() -> None:
-    scorer = make_scorer()
+    tree_sampler = make_tree_sampler()
     params = SEEDED["everything"]()
-    scorer.add("r", params, PROMPT, [], new_generator(params))
+    tree_sampler.add_request("r", params, PROMPT, [], new_generator(params))
     logits = torch.randn(1, VOCAB)
     before = logits.clone()
-    scorer.score(logits, [VerifyRows("r", EMPTY_TREE)])
-    scorer.constrain(logits, ["r"])
+    tree_sampler.sample_trees(logits, [VerifyRows("r", EMPTY_TREE)])
+    tree_sampler.draft_probabilities(logits, ["r"])
     assert torch.equal(logits, before)
 
 
 def test_bfloat16_logits_are_sampled_in_float32_as_vllm_does() -> None:
-    scorer = make_scorer()
+    tree_sampler = make_tree_sampler()
     params = SEEDED["top-p"]()
-    scorer.add("r", params, PROMPT, [], new_generator(params))
+    tree_sampler.add_request("r", params, PROMPT, [], new_generator(params))
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)).bfloat16()
-    accepted, _ = scorer.score(logits, [VerifyRows("r", EMPTY_TREE)])
+    accepted, _ = tree_sampler.sample_trees(logits, [VerifyRows("r", EMPTY_TREE)])
     plain = PlainDecoder(VOCAB)
     plain.add("r", SEEDED["top-p"](), PROMPT)
     output = plain.sampler(logits.clone(), plain.batch.sampling_metadata)
@@ -313,9 +315,9 @@ def test_exponential_noise_is_used_as_vllms_native_sampler_uses_it(use_fp64_gumb
         return decoder.requests["r"].output_token_ids
 
     expected = plain_tokens()
-    scorer = make_scorer(whole_trees=True)
-    scorer._noise = ExponentialSampler(VOCAB, CPU, use_fp64_gumbel)
-    decoder = TreeDecoder(scorer, plant_around({"r": expected}, seed=9))
+    tree_sampler = make_tree_sampler(whole_trees=True)
+    tree_sampler._noise = ExponentialSampler(VOCAB, CPU, use_fp64_gumbel)
+    decoder = TreeDecoder(tree_sampler, plant_around({"r": expected}, seed=9))
     decoder.add("r", SEEDED["everything"](), PROMPT)
     while len(decoder.outputs["r"]) < NUM_TOKENS:
         decoder.step(["r"])
@@ -324,9 +326,9 @@ def test_exponential_noise_is_used_as_vllms_native_sampler_uses_it(use_fp64_gumb
 
 @pytest.mark.parametrize("name", ["everything", "window"])
 def test_drafting_probabilities_are_those_the_target_samples_from(name: str) -> None:
-    scorer = make_scorer()
+    tree_sampler = make_tree_sampler()
     params = SEEDED[name]()
-    scorer.add("r", params, PROMPT, [], new_generator(params))
+    tree_sampler.add_request("r", params, PROMPT, [], new_generator(params))
     plain = PlainDecoder(VOCAB)
     plain.sampler.logprobs_mode = "processed_logprobs"
     plain.sampler.topk_topp_sampler.logprobs_mode = "processed_logprobs"
@@ -338,17 +340,19 @@ def test_drafting_probabilities_are_those_the_target_samples_from(name: str) -> 
     expected = torch.zeros(1, VOCAB).scatter_(
         1, plain.logprobs.logprob_token_ids.long(), plain.logprobs.logprobs.exp()
     )
-    torch.testing.assert_close(scorer.constrain(logits, ["r"]), expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        tree_sampler.draft_probabilities(logits, ["r"]), expected, rtol=1e-5, atol=1e-7
+    )
 
 
 def test_drafting_probabilities_come_per_row_with_requests_repeated() -> None:
-    scorer = make_scorer()
-    scorer.add("g", GREEDY["greedy with all"](), PROMPT, [], None)
-    scorer.add("r", SEEDED["min-p"](), PROMPT, [], None)
+    tree_sampler = make_tree_sampler()
+    tree_sampler.add_request("g", GREEDY["greedy with all"](), PROMPT, [], None)
+    tree_sampler.add_request("r", SEEDED["min-p"](), PROMPT, [], None)
     logits = torch.randn(4, VOCAB)
-    together = scorer.constrain(logits, ["g", "r", "g", "r"])
+    together = tree_sampler.draft_probabilities(logits, ["g", "r", "g", "r"])
     for row, req_id in enumerate("grgr"):
-        alone = scorer.constrain(logits[row : row + 1], [req_id])
+        alone = tree_sampler.draft_probabilities(logits[row : row + 1], [req_id])
         assert torch.equal(together[row], alone[0])
 
 
@@ -375,14 +379,14 @@ def test_logprobs_are_those_of_plain_decoding(mode: str) -> None:
             expected[name].append((ids[i].tolist(), values[i].tolist(), int(ranks[i])))
     outputs = {name: plain.requests[name].output_token_ids for name in names}
 
-    scorer = TreeSampler(VOCAB, CPU, PlainDefaults(), logprobs_mode=mode)  # type: ignore[arg-type]
-    decoder = TreeDecoder(scorer, plant_around(outputs, seed=10))
+    tree_sampler = TreeSampler(VOCAB, CPU, PlainDefaults(), logprobs_mode=mode)  # type: ignore[arg-type]
+    decoder = TreeDecoder(tree_sampler, plant_around(outputs, seed=10))
     for name in names:
         decoder.add(name, params[name], PROMPT)
     found: dict[str, list[tuple[list[int], list[float], int]]] = {n: [] for n in names}
     while min(map(len, decoder.outputs.values())) < 12:
         decoder.step(names)
-        # What vLLM's bookkeeping does with the scorer's answer.
+        # What vLLM's bookkeeping does with the tree_sampler's answer.
         tokens = sampled_token_ids(decoder.accepted, CPU)
         if tokens.shape[1] == 1:
             assert decoder.logprobs is not None
@@ -411,14 +415,14 @@ def test_logprobs_are_those_of_plain_decoding(mode: str) -> None:
 
 
 def test_logprobs_of_listed_tokens_stand_beside_the_likeliest_of_another_request() -> None:
-    scorer = make_scorer()
+    tree_sampler = make_tree_sampler()
     listing = make_params(temperature=0, logprob_token_ids=[5, 40, 2])
-    scorer.add("ids", listing, PROMPT, [], None)
-    scorer.add("top", make_params(temperature=0, logprobs=1), PROMPT, [], None)
-    scorer.add("none", make_params(temperature=0), PROMPT, [], None)
+    tree_sampler.add_request("ids", listing, PROMPT, [], None)
+    tree_sampler.add_request("top", make_params(temperature=0, logprobs=1), PROMPT, [], None)
+    tree_sampler.add_request("none", make_params(temperature=0), PROMPT, [], None)
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
     groups = [VerifyRows(r, EMPTY_TREE) for r in ("ids", "top", "none")]
-    accepted, found = scorer.score(logits, groups)
+    accepted, found = tree_sampler.sample_trees(logits, groups)
     assert found is not None
     scores = logits.log_softmax(-1)
     sampled = [group.tokens[0] for group in accepted]
@@ -435,24 +439,24 @@ def test_a_grammar_that_allows_only_the_end_wins_over_min_tokens() -> None:
     params = make_params(
         temperature=0, min_tokens=5, structured_outputs=StructuredOutputsParams(regex="a")
     )
-    scorer = make_scorer()
-    scorer.add("r", params, PROMPT, [], None)
+    tree_sampler = make_tree_sampler()
+    tree_sampler.add_request("r", params, PROMPT, [], None)
     logits = torch.full((1, VOCAB), -float("inf"))
     logits[0, STOPS[0]] = 1.0
-    accepted, _ = scorer.score(logits, [VerifyRows("r", EMPTY_TREE)])
+    accepted, _ = tree_sampler.sample_trees(logits, [VerifyRows("r", EMPTY_TREE)])
     assert accepted[0].tokens == [STOPS[0]]
     logits[0, 2] = -3.0
-    accepted, _ = scorer.score(logits, [VerifyRows("r", EMPTY_TREE)])
+    accepted, _ = tree_sampler.sample_trees(logits, [VerifyRows("r", EMPTY_TREE)])
     assert accepted[0].tokens == [2]
 
 
 def test_state_does_not_grow_with_the_text() -> None:
-    scorer = make_scorer(whole_trees=True)
+    tree_sampler = make_tree_sampler(whole_trees=True)
     params = SEEDED["everything"]()
-    scorer.add("r", params, PROMPT, [], new_generator(params))
+    tree_sampler.add_request("r", params, PROMPT, [], new_generator(params))
 
     def sizes() -> tuple[int, ...]:
-        state = scorer._states["r"]
+        state = tree_sampler._states["r"]
         assert state.window is not None
         assert state.counts is not None
         return (
@@ -463,16 +467,16 @@ def test_state_does_not_grow_with_the_text() -> None:
             len(state.draws.pending),  # type: ignore[attr-defined]
         )
 
-    scorer.commit("r", [1, 2, 3])
+    tree_sampler.commit_tokens("r", [1, 2, 3])
     early = sizes()
     for step in range(3000):
-        scorer.commit("r", [step % VOCAB, 5])
+        tree_sampler.commit_tokens("r", [step % VOCAB, 5])
     assert sizes() == early
 
 
 def test_prompt_embeddings_and_thinking_budgets_are_refused_in_words() -> None:
-    scorer = make_scorer()
+    tree_sampler = make_tree_sampler()
     with pytest.raises(ValueError, match="prompt embeddings"):
-        scorer.add("r", make_params(), None, [], None)
+        tree_sampler.add_request("r", make_params(), None, [], None)
     with pytest.raises(ValueError, match="thinking_token_budget is 10"):
-        scorer.add("r", make_params(thinking_token_budget=10), PROMPT, [], None)
+        tree_sampler.add_request("r", make_params(thinking_token_budget=10), PROMPT, [], None)

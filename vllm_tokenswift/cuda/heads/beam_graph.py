@@ -72,7 +72,7 @@ class HeadBeamGraphs:
     def launch(
         self,
         states: Sequence[SamplingState],
-        foreseen: Sequence[bool],
+        sees_noise: Sequence[bool],
         starts: Sequence[BeamRoot],
         hidden: torch.Tensor,
         depth: int,
@@ -80,7 +80,7 @@ class HeadBeamGraphs:
         if len(states) > self._descents[-1].count:
             return False
         self._last = next(d for d in self._descents if d.count >= len(states))
-        self._last.fill(states, foreseen, starts, depth)
+        self._last.fill(states, sees_noise, starts, depth)
         self._last.run(hidden)
         return True
 
@@ -151,7 +151,7 @@ class _BeamGraph:
     def fill(
         self,
         states: Sequence[SamplingState],
-        foreseen: Sequence[bool],
+        sees_noise: Sequence[bool],
         starts: Sequence[BeamRoot],
         depth: int,
     ) -> None:
@@ -162,7 +162,7 @@ class _BeamGraph:
         chances[:, 0] = 0.0
         entries[:, 1] = 0
         self._tokens.fill(0)
-        for index, (state, sees) in enumerate(zip(states, foreseen, strict=True)):
+        for index, (state, sees) in enumerate(zip(states, sees_noise, strict=True)):
             if sees:
                 assert isinstance(state.draws, SeedNoise)
                 self._seeds[index] = state.draws.seed

@@ -30,7 +30,7 @@ class SeedNoise(PositionDraws):
     def commit(self, num_tokens: int) -> None:
         pass
 
-    def foresight_from(self, position: int) -> GumbelNoise:
+    def noise_from(self, position: int) -> GumbelNoise:
         """The noise of the positions from this one on."""
         keys = np.array([self.seed & _MASK64, position], np.uint64)
         return GumbelNoise(MURMUR, lambda _: keys)

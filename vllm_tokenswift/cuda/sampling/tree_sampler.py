@@ -1,4 +1,4 @@
-"""The scorer on CUDA: one copy to the device, a handful of launches, one copy back.
+"""The tree sampler on CUDA: one copy to the device, a handful of launches, one copy back.
 
 Requests whose parameters the kernels know (greedy; temperature, min-p or eta; the windowed
 penalty; seeds) cost no PyTorch operation of their own. What else a request may ask for
@@ -59,14 +59,14 @@ class CUDATreeSampler(TreeSampler):
     def _new_draws(self, generator: torch.Generator | None) -> PositionDraws:
         return SeedNoise(generator)
 
-    def foresight(self, req_id: str) -> GumbelNoise | None:
+    def noise_of(self, req_id: str) -> GumbelNoise | None:
         state = self._states[req_id]
         if state.greedy or self._use_fp64:
             return None
         assert isinstance(state.draws, SeedNoise)
-        return state.draws.foresight_from(state.num_prompt + state.num_output - 1)
+        return state.draws.noise_from(state.num_prompt + state.num_output - 1)
 
-    def constrain(self, logits: torch.Tensor, req_ids: Sequence[str]) -> torch.Tensor:
+    def draft_probabilities(self, logits: torch.Tensor, req_ids: Sequence[str]) -> torch.Tensor:
         states = [self._states[req_id] for req_id in req_ids]
         rows = ScoredRows.of(states, [EMPTY_TREE] * len(states))
         temperature, min_p, _, _, theta, *window = self._draft_staging.to_device(
@@ -104,10 +104,12 @@ class CUDATreeSampler(TreeSampler):
             SamplingParams(min_p=0.1, extra_args=penalty),
         ):
             name = "tokenswift warm-up"
-            self.add(name, params, [0], [], torch.Generator().manual_seed(0))
-            for hears in (False, True):
-                self.score(logits, [VerifyRows(name, DraftTree.chain([0]), hears=hears)])
-            self.remove(name)
+            self.add_request(name, params, [0], [], torch.Generator().manual_seed(0))
+            for wanted in (False, True):
+                self.sample_trees(
+                    logits, [VerifyRows(name, DraftTree.chain([0]), wants_top_k=wanted)]
+                )
+            self.remove_request(name)
 
     def _walk_sampled(self, walk: AcceptanceWalk, on_sampled: OnSampled | None) -> None:
         num_rows = len(walk.logits)

@@ -63,7 +63,7 @@ class PlannedRequest:
     heads: what the draft pass or the free heads offer, None where there is nothing.
     context_len: tokens the bonus token attends to. limit: the most nodes it may draft.
     chain_only: its drafts must form a chain (structured output).
-    foresight: the noise of its coming samples, None where there is none to see.
+    noise: the noise of its coming samples, None where there is none to see.
     """
 
     state: DraftState
@@ -71,7 +71,7 @@ class PlannedRequest:
     context_len: int
     limit: int
     chain_only: bool = False
-    foresight: GumbelNoise | None = None
+    noise: GumbelNoise | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ class Planner:
         least_chance = len(requests) * float(cheapest_ms[0]) / (2 * undrafted_ms)
         least_chance = max(_MIN_PROBABILITY, least_chance)
         offered = [
-            r.state.draft(r.heads, limit, least_chance, r.chain_only, r.foresight)
+            r.state.draft(r.heads, limit, least_chance, r.chain_only, r.noise)
             for r, limit in zip(requests, limits, strict=True)
         ]
 

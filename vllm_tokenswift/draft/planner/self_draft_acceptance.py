@@ -50,16 +50,16 @@ class SelfDraftPath:
         probabilities: Sequence[float],
         age: int,
         cells: Floats,
-        foresight: GumbelNoise | None,
+        noise: GumbelNoise | None,
     ) -> int:
         """Goes on along the likeliest token that a pass offers; returns its place among them.
 
         cells: of the request's gains.
         """
         depth = len(self.tokens)
-        if foresight is not None:
+        if noise is not None:
             offered = zip(tokens, probabilities, strict=True)
-            probabilities = [foresight.chance(p, depth, token) for token, p in offered]
+            probabilities = [noise.chance(p, depth, token) for token, p in offered]
         place = max(range(len(tokens)), key=probabilities.__getitem__)
         rate = head_rate(cells, int(Source.SELF), probabilities[place], depth + 1)
         self.reach.append((self.reach[-1] if depth else 1.0) * rate)

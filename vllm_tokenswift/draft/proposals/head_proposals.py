@@ -27,7 +27,7 @@ class HeadProposals:
     below: ``[rows][width]``, the later row that follows each token, or NO_ROW. None: a row for
         each depth, whatever the path to it (a Cartesian tree, paper Eq. 1).
     num_passes: passes of the heads and the LM head that they took.
-    foreseen: the heads' probabilities are chances that know the noise (``gumbel_noise.py``).
+    sees_noise: the heads' probabilities are chances that know the noise (``gumbel_noise.py``).
     own_depths: depths that draft passes of the target speak for, one pass each; of no meaning
         where free.
     """
@@ -37,7 +37,7 @@ class HeadProposals:
     free: bool
     below: Sequence[Sequence[int]] | None = None
     num_passes: int = 1
-    foreseen: bool = False
+    sees_noise: bool = False
     own_depths: int = 1
 
     def __post_init__(self) -> None:

@@ -415,7 +415,7 @@ def offer_heads(
     probabilities: Floats,
     below: Ints,
     own_depths: int,
-    foreseen: bool,
+    sees_noise: bool,
     max_depth: int,
     noise_kind: int,
     keys: Keys,
@@ -453,7 +453,7 @@ def offer_heads(
     if max_depth < 2:
         return num_roots
 
-    weighs = noise_kind != NO_NOISE and not (free and foreseen)
+    weighs = noise_kind != NO_NOISE and not (free and sees_noise)
     chances = probabilities[0, :first_size].copy()
     if weighs:
         key = position_key(noise_kind, keys, 0)

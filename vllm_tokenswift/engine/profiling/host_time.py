@@ -118,7 +118,7 @@ def _step_ms(
     groups = [VerifyRows(req_id, EMPTY_TREE) for req_id in req_ids]
     said = np.full((1, COLUMNS), NOTHING, np.int32)
     said[0, 0], said[0, NUM_LIKELIEST] = tokens[0], np.float32(1.0).view(np.int32)
-    heard = [said if runner.request_states[req_id].hears else None for req_id in req_ids]
+    heard = [said if runner.request_states[req_id].wants_top_k else None for req_id in req_ids]
     accepted = [VerifyResult([], tokens, of_request) for of_request in heard]
     num_rows = len(req_ids) * (1 + runner.num_spec_tokens)
     shape = (num_rows, runner.model_config.get_hidden_size())

@@ -46,7 +46,7 @@ def conditioned_heads(generator: torch.Generator) -> DraftHeads:
     return heads
 
 
-def requests_of(scorer: CUDATreeSampler) -> None:
+def requests_of(tree_sampler: CUDATreeSampler) -> None:
     """One of every kind that a descent serves, by name."""
     penalty = {"penalty_theta": 1.3, "penalty_window": 8}
     kinds: dict[str, dict[str, Any]] = {
@@ -58,7 +58,7 @@ def requests_of(scorer: CUDATreeSampler) -> None:
     for name, kind in kinds.items():
         generator = torch.Generator().manual_seed(kind["seed"]) if "seed" in kind else None
         prompt = list(range(4, 20)) if "extra_args" in kind else [1, 2, 3]
-        scorer.add(name, SamplingParams(**kind), prompt, [], generator)
+        tree_sampler.add(name, SamplingParams(**kind), prompt, [], generator)
 
 
 def head_drafts(device: torch.device, at_once: bool) -> HeadDrafter:
@@ -66,8 +66,8 @@ def head_drafts(device: torch.device, at_once: bool) -> HeadDrafter:
     target = Target(generator).to_device(device)
     heads = conditioned_heads(generator).to(device)
     options = TokenSwiftOptions()
-    scorer = CUDATreeSampler(VOCAB, device, options)
-    requests_of(scorer)
+    tree_sampler = CUDATreeSampler(VOCAB, device, options)
+    requests_of(tree_sampler)
 
     def make_descent(heads: Any, part: Any, lm_rows: Any, least: float) -> HeadBeamGraphs | None:
         if not at_once:
@@ -76,7 +76,7 @@ def head_drafts(device: torch.device, at_once: bool) -> HeadDrafter:
 
     runner: Any = SimpleNamespace(
         model=target,
-        scorer=scorer,
+        tree_sampler=tree_sampler,
         options=options,
         drafter=SimpleNamespace(heads=heads),
         model_config=SimpleNamespace(get_hidden_size=lambda: HIDDEN, dtype=torch.float32),
@@ -98,11 +98,11 @@ def candidates(
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(len(req_ids), HIDDEN, generator=generator).to(device)
     own = torch.randn(len(req_ids), HIDDEN, generator=generator).to(device) if with_own else None
-    scorer = drafts.scorer
+    tree_sampler = drafts.tree_sampler
     requests = []
     for number, req_id in enumerate(req_ids):
-        foresight = None if blind else scorer.foresight(req_id)
-        requests.append(HeadRequest(req_id, 10 + number, foresight))
+        gumbel_noise = None if blind else tree_sampler.noise_of(req_id)
+        requests.append(HeadRequest(req_id, 10 + number, gumbel_noise))
     return drafts.candidates(requests, own, start)
 
 
@@ -141,23 +141,23 @@ def test_chances_go_by_probability_and_noise(req_id: str, device: torch.device) 
     power = 0.5 if req_id == "penalised" else 1.0  # it has min-p
     for _ in range(3):
         [found] = candidates(drafts, [req_id], device, with_own=False)
-        assert found.foreseen
+        assert found.sees_noise
         start = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(0)).to(device)
         part, heads = drafts._part, drafts.heads
         assert part is not None
         assert heads is not None
         _, read = heads.step(0, start, drafts._embedded([10]))
-        scales = part.scales(drafts.scorer.states([req_id]))
+        scales = part.scales(drafts.tree_sampler.states([req_id]))
         likely = part.probabilities(drafts._own_logits(read), scales)[0].double().cpu()
-        foresight = drafts.scorer.foresight(req_id)
-        assert foresight is not None
+        gumbel_noise = drafts.tree_sampler.noise_of(req_id)
+        assert gumbel_noise is not None
         tokens = part.tokens.tolist()
-        likely /= torch.tensor([foresight.noise(0, token) for token in tokens]).double() ** power
+        likely /= torch.tensor([gumbel_noise.noise(0, token) for token in tokens]).double() ** power
         likely /= likely.sum()
         top = likely.topk(len(found.tokens[0]))
         assert found.tokens[0] == [tokens[place] for place in top.indices.tolist()]
         assert found.probabilities[0] == pytest.approx(top.values.tolist(), rel=1e-3)
-        drafts.scorer.commit(req_id, [7])
+        drafts.tree_sampler.commit_tokens(req_id, [7])
 
 
 def test_the_noise_of_the_coming_positions_decides_which_paths_are_followed(
@@ -169,7 +169,7 @@ def test_the_noise_of_the_coming_positions_decides_which_paths_are_followed(
         [found] = candidates(drafts, ["seeded"], device, with_own=False)
         assert found.below is not None
         by_position.add(str(found.below))
-        drafts.scorer.commit("seeded", [7])
+        drafts.tree_sampler.commit_tokens("seeded", [7])
     assert len(by_position) > 1
 
 
@@ -207,7 +207,9 @@ def test_batches_too_large_and_requests_of_another_kind_go_from_head_to_head(
     drafts = head_drafts(device, True)
     five = candidates(drafts, [*KINDS, "seeded"], device, with_own=False)
     assert five[1].num_passes > 1
-    drafts.scorer.add("biased", SamplingParams(logit_bias={4: 3.0}), [1, 2, 3], [], None)
+    drafts.tree_sampler.add_request(
+        "biased", SamplingParams(logit_bias={4: 3.0}), [1, 2, 3], [], None
+    )
     [biased] = candidates(drafts, ["biased"], device, with_own=False)
     assert biased.num_passes > 1 or len(biased.tokens) == 1
 

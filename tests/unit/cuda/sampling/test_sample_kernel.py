@@ -7,7 +7,9 @@ from vllm_tokenswift.cuda.sampling.sample_kernel import sample_rows, sample_rows
 from vllm_tokenswift.draft.top_tokens import COLUMNS, NUM_LIKELIEST
 
 
-def scorer_case(rows: int, vocab: int, device: torch.device, seed: int) -> dict[str, torch.Tensor]:
+def sampling_case(
+    rows: int, vocab: int, device: torch.device, seed: int
+) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     limits = torch.iinfo(torch.int64)
     case = {
@@ -27,7 +29,7 @@ def test_every_kind_of_row_samples_the_same_token(
     vocab: int, use_fp64: bool, device: torch.device
 ) -> None:
     for seed in range(2):
-        case = scorer_case(12, vocab, device, seed)
+        case = sampling_case(12, vocab, device, seed)
         case["temperature"][::4] = 0.7
         case["temperature"][1::4] = 0.0
         case["min_p"][::3] = 0.1
@@ -44,7 +46,7 @@ def test_every_kind_of_row_samples_the_same_token(
 def test_the_likeliest_are_those_of_the_constrained_row(
     has_constraints: bool, device: torch.device
 ) -> None:
-    case = scorer_case(12, 1500, device, seed=3)
+    case = sampling_case(12, 1500, device, seed=3)
     case["temperature"][::4] = 0.7
     case["logits"][:, ::5] = float("-inf")
     case["logits"][5, 7] = 40.0  # one alone has a chance
@@ -67,14 +69,14 @@ def test_the_likeliest_are_those_of_the_constrained_row(
 
 
 def test_rows_without_constraints_need_no_statistics(device: torch.device) -> None:
-    case = scorer_case(12, 2048, device, seed=9)
+    case = sampling_case(12, 2048, device, seed=9)
     case["temperature"][3] = 0.0
     actual = sample_rows(**case, has_constraints=False, chunk=512)
     assert actual.tolist() == sample_rows_reference(**case).tolist()
 
 
 def test_rows_of_one_seed_and_position_share_their_noise(device: torch.device) -> None:
-    case = scorer_case(6, 1000, device, seed=4)
+    case = sampling_case(6, 1000, device, seed=4)
     for name in ("seeds", "positions"):
         case[name][:] = case[name][0].clone()
     case["logits"][:] = case["logits"][0].clone()
@@ -84,7 +86,7 @@ def test_rows_of_one_seed_and_position_share_their_noise(device: torch.device) -
 
 
 def test_constraints_keep_the_likeliest_token_and_drop_the_rest(device: torch.device) -> None:
-    case = scorer_case(8, 1000, device, seed=2)
+    case = sampling_case(8, 1000, device, seed=2)
     case["min_p"][:4] = 1.0
     case["eta_epsilon"][4:] = 1.0
     case["eta_alpha"][4:] = 1e9

@@ -26,9 +26,9 @@ def test_the_token_with_the_smallest_noise_by_probability_is_drawn(device: torch
         chunk=128,
     ).tolist()
     for row in range(rows):
-        foresight = draws[row].foresight_from(int(positions[row]))
+        gumbel_noise = draws[row].noise_from(int(positions[row]))
         probabilities = logits[row].softmax(-1).tolist()
         expected = min(
-            range(vocab), key=lambda token: foresight.noise(0, token) / probabilities[token]
+            range(vocab), key=lambda token: gumbel_noise.noise(0, token) / probabilities[token]
         )
         assert sampled[row] == expected, row

@@ -30,14 +30,14 @@ def test_a_path_follows_the_likeliest_token_and_its_chance_falls_on_the_way() ->
 
 
 def test_a_path_follows_the_token_that_the_noise_will_draw() -> None:
-    foresight = GumbelNoise(
+    gumbel_noise = GumbelNoise(
         SPLITMIX, lambda positions: np.arange(5, 5 + positions, dtype=np.uint64)
     )
     path, cells = SelfDraftPath(), new_cells()
     for depth in (0, 1):
         # The likelier token has bad luck at this position, the other good luck.
-        by_noise = sorted(range(100), key=lambda token, d=depth: foresight.noise(d, token))
-        assert path.follow([by_noise[-1], by_noise[0]], [0.6, 0.3], 1, cells, foresight) == 1
+        by_noise = sorted(range(100), key=lambda token, d=depth: gumbel_noise.noise(d, token))
+        assert path.follow([by_noise[-1], by_noise[0]], [0.6, 0.3], 1, cells, gumbel_noise) == 1
 
 
 def test_rates_are_learned_as_far_as_tokens_are_known() -> None:

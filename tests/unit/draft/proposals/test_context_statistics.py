@@ -174,8 +174,8 @@ def accepted_per_step(tokens: list[int], start: int, seed: int, contexts: bool) 
     at, steps = start, 0
     while at < len(tokens) - 16:
         keys = np.array([seed, at - 1], np.uint64)
-        foresight = GumbelNoise(MURMUR, lambda _, keys=keys: keys)
-        [tree] = planner.plan([PlannedRequest(state, None, at, 16, foresight=foresight)])
+        gumbel_noise = GumbelNoise(MURMUR, lambda _, keys=keys: keys)
+        [tree] = planner.plan([PlannedRequest(state, None, at, 16, noise=gumbel_noise)])
         emitted = len(tree.follow(tokens[at : at + 16])) + 1
         state.extend(tokens[at : at + emitted])
         at, steps = at + emitted, steps + 1
@@ -193,9 +193,9 @@ def test_what_contexts_offer_is_theirs_and_keeps_to_the_depth_that_is_asked() ->
     tokens = sampled_text(2000, seed=4)
     state = DraftState(max_match=0, sampled=True)
     state.extend(tokens)
-    foresight = GumbelNoise(MURMUR, lambda _: np.array([4, len(tokens) - 1], np.uint64))
+    gumbel_noise = GumbelNoise(MURMUR, lambda _: np.array([4, len(tokens) - 1], np.uint64))
     for limit in (1, 2, 6):
-        count = state.draft(None, limit, foresight=foresight)
+        count = state.draft(None, limit, noise=gumbel_noise)
         tree = state.tree(count)
         assert int(Source.CONTEXT) in tree.sources.tolist()
         assert tree.depths.max() <= limit
@@ -284,8 +284,8 @@ def test_nothing_is_looked_up_below_paths_that_cannot_pay() -> None:
     for least in (0.0, 0.2):
         state = DraftState(max_match=0, sampled=True)
         state.extend(tokens)
-        foresight = GumbelNoise(MURMUR, lambda _: np.array([10, len(tokens) - 1], np.uint64))
-        count = state.draft(None, 24, least, foresight=foresight)
+        gumbel_noise = GumbelNoise(MURMUR, lambda _: np.array([10, len(tokens) - 1], np.uint64))
+        count = state.draft(None, 24, least, noise=gumbel_noise)
         nodes = zip(state.taken[:count].tolist(), state.probabilities[:count], strict=True)
         taken.append([(node, chance) for node, chance in nodes if chance > 0.2])
         assert state._text_offers is not None
