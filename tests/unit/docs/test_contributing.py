@@ -12,7 +12,7 @@ from benchmarks.figures import ROOT
 
 PACKAGE = ROOT / "vllm_tokenswift"
 TESTS = ROOT / "tests"
-BEGIN, END = "<!-- tested elsewhere: begin -->", "<!-- tested elsewhere: end -->"
+BEGIN, END = "<!-- tested-elsewhere: begin -->", "<!-- tested-elsewhere: end -->"
 
 
 def lines_of_the_table() -> dict[str, list[str]]:
