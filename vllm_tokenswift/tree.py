@@ -53,6 +53,7 @@ class Chain:
 
     @property
     def num_nodes(self) -> int:
+        """Its nodes, ancestors not counted."""
         return self.last - self.first + 1
 
 

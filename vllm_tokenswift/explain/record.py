@@ -52,14 +52,17 @@ class Iteration:
 
     @property
     def num_drafted(self) -> int:
+        """Nodes that were verified."""
         return sum(self.drafted)
 
     @property
     def num_accepted(self) -> int:
+        """Nodes that were accepted."""
         return sum(self.accepted)
 
     @property
     def is_decode(self) -> bool:
+        """Whether it decoded, and did not read the prompt's end."""
         return PROMPT not in self.decisions
 
 

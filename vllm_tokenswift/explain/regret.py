@@ -50,10 +50,12 @@ class Regret:
     left_out: float = 0.0
 
     def by_cause(self) -> dict[str, float]:
+        """Milliseconds by the cause's name."""
         return {cause.name: getattr(self, cause.name) for cause in fields(self)}
 
     @property
     def total_ms(self) -> float:
+        """All causes together."""
         return sum(self.by_cause().values())
 
     def __add__(self, other: Regret) -> Regret:

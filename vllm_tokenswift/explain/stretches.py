@@ -43,7 +43,13 @@ class Stretch:
     regret: Regret = field(default_factory=Regret)
 
     def add(self, iteration: Iteration, record: Record, regret: Regret) -> None:
-        """Takes in one iteration of a record, and the time that it lost."""
+        """Takes in one iteration.
+
+        Args:
+            iteration: of the record, the next in order.
+            record: gives what things cost.
+            regret: the time that the iteration lost.
+        """
         self.last = iteration.position + iteration.emitted - record.prompt_len
         self.tokens += iteration.emitted
         self.decisions.update(iteration.decisions)

@@ -27,6 +27,7 @@ class Times:
 
     @property
     def total_ms(self) -> float:
+        """All parts together."""
         return self.verify_ms + self.passes_ms + self.heads_ms
 
     def __add__(self, other: Times) -> Times:
