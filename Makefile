@@ -1,7 +1,8 @@
 # vllm-tokenswift: everything runs in a virtual environment of its own, .venv.
 #
 #   make demo       a real model writes a long text twice, plain and with TokenSwift
-#   make test       the tests
+#   make test       the tests; 10 minutes on two cores
+#   make test-fast  those that start no engine and take no seconds, for daily work
 #   make quality    ruff, mypy and the drift tests
 #   make bench      losslessness and speed on this machine, into benchmarks/results/
 #   make drift-033  the signatures relied upon, against vLLM 0.33's wheel
@@ -19,7 +20,7 @@ ENGINE_ENV := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPACE=2 \
               TOKENIZERS_PARALLELISM=false
 TEST_ENV := $(ENGINE_ENV) VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING
 
-.PHONY: venv model demo test quality bench drift-033 signatures readme clean
+.PHONY: venv model demo test test-fast quality bench drift-033 signatures readme clean
 
 venv: $(INSTALLED)
 
@@ -37,6 +38,9 @@ demo: model
 
 test: model
 	$(TEST_ENV) $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+
+test-fast: venv
+	$(TEST_ENV) $(BIN)/python -m pytest -q -n auto tests/unit -m "not engine and not slow and not gpu"
 
 quality: venv
 	$(BIN)/ruff check .

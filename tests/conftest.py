@@ -33,6 +33,7 @@ def _keep_to_own_cores() -> None:
 
 _keep_to_own_cores()
 
+ENGINE_TESTS = Path(__file__).parent / "engine"
 MOST_WORKERS = 4  # each of them needs up to 5 GB of memory
 # Minutes each: no worker shall begin one of these when the others are done.
 LONGEST_FILES = (
@@ -60,6 +61,8 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST_FILES)
     for item in items:
+        if ENGINE_TESTS in item.path.parents:
+            item.add_marker(pytest.mark.engine)
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 

@@ -71,7 +71,6 @@ def _while_watched(
     return told
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("model_type", "tied", "layout"),
     [
@@ -134,7 +133,6 @@ def _paths_seen(worker: Any) -> Any:
     return worker.model_runner.paths_seen
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("tied", [True, False])
 def test_conditioned_heads_in_vllm_propose_what_the_trainers_do_along_every_path(
     monkeypatch: pytest.MonkeyPatch,

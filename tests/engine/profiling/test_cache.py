@@ -205,7 +205,6 @@ def test_prefixes_are_timed_far_from_the_beginning_on_a_gpu_where_there_is_room(
     assert not contexts("cpu", 10_000, 72).differ
 
 
-@pytest.mark.engine
 def test_an_engine_that_starts_again_plans_with_the_kept_curve_unless_it_was_a_busy_machine_s(
     home: Path, tiny_model: Path
 ) -> None:
