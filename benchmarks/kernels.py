@@ -61,7 +61,7 @@ from vllm_tokenswift.cuda.sampling.penalty_kernel import (
 )
 from vllm_tokenswift.cuda.sampling.sample_kernel import sample_rows, sample_rows_reference
 from vllm_tokenswift.cuda.sampling.seed_noise import SeedNoise
-from vllm_tokenswift.draft.top_tokens import COLUMNS, NOTHING, NUM_LIKELIEST
+from vllm_tokenswift.draft.top_tokens import NO_TOKEN, TOP_K, TOP_K_COLUMNS
 from vllm_tokenswift.engine.head_beam import BEAM_WIDTH
 from vllm_tokenswift.heads.model import ConditionedHead
 from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
@@ -392,18 +392,18 @@ def check_sampling(report: Report) -> None:
     sampling["min_p"][::2] = 0.0
     sampling["eta_epsilon"][::4] = 2e-4
     sampling["eta_alpha"][::4] = 2e-4**0.5
-    shape = (65, COLUMNS)
-    said, expected_said = torch.full((2, *shape), NOTHING, dtype=torch.int32, device=DEVICE)
-    same = sample_rows(**sampling, said=said) == sample_rows_reference(
-        **sampling, said=expected_said
+    shape = (65, TOP_K_COLUMNS)
+    top_k, expected_top_k = torch.full((2, *shape), NO_TOKEN, dtype=torch.int32, device=DEVICE)
+    same = sample_rows(**sampling, verify_top_k=top_k) == sample_rows_reference(
+        **sampling, verify_top_k=expected_top_k
     )
     report.check(
         "sampled tokens, at most one of 65 differs", same.double().cpu(), torch.ones(65), 0.13
     )
-    unlikely = expected_said[:, :NUM_LIKELIEST] == NOTHING
+    unlikely = expected_top_k[:, :TOP_K] == NO_TOKEN
     chances = [
-        rows.view(torch.float32)[:, NUM_LIKELIEST:].masked_fill(unlikely, 0.0)
-        for rows in (said, expected_said)
+        rows.view(torch.float32)[:, TOP_K:].masked_fill(unlikely, 0.0)
+        for rows in (top_k, expected_top_k)
     ]
     report.check("chances of the likeliest tokens", chances[0], chances[1], 1e-5)
 

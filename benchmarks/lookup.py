@@ -42,7 +42,7 @@ from vllm_tokenswift.draft.planner.planner import PlannedRequest, Planner
 from vllm_tokenswift.draft.proposals.head_proposals import NO_ROW, HeadProposals
 from vllm_tokenswift.draft.proposals.ngram_table import NgramTable
 from vllm_tokenswift.draft.proposals.suffix_index import SuffixIndex
-from vllm_tokenswift.draft.top_tokens import COLUMNS, NOTHING, NUM_LIKELIEST, VerifyTopK
+from vllm_tokenswift.draft.top_tokens import NO_TOKEN, TOP_K, TOP_K_COLUMNS, VerifyTopK
 from vllm_tokenswift.draft.warm_up import warm_up
 from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
 
@@ -97,10 +97,10 @@ def heads_at(text: list[int], position: int) -> HeadProposals:
 def heard_at(tree: DraftTree, tokens: list[int]) -> VerifyTopK:
     """At each node the target's likeliest is the draft after next, and three others follow."""
     rng = random.Random(tokens[0])
-    said = np.full((len(tree) + 1, COLUMNS), NOTHING, np.int32)
+    said = np.full((len(tree) + 1, TOP_K_COLUMNS), NO_TOKEN, np.int32)
     said[:, :4] = [[rng.randrange(49_152) for _ in range(4)] for _ in said]
     said[: len(tree), 0] = tree.tokens
-    said[:, NUM_LIKELIEST : NUM_LIKELIEST + 4] = np.array([0.7, 0.1, 0.1, 0.1], "f4").view("i4")
+    said[:, TOP_K : TOP_K + 4] = np.array([0.7, 0.1, 0.1, 0.1], "f4").view("i4")
     return VerifyTopK(tree, said)
 
 

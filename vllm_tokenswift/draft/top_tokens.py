@@ -1,9 +1,10 @@
-"""What the target found likeliest at the nodes that it verified: more than the drawn tokens say.
+"""The verify top-k: what the target found likeliest at the nodes that it verified.
 
-A row of int32 for each node: the ids of the ``NUM_LIKELIEST`` likeliest tokens, the likeliest
-first, and behind them their probabilities (the bits of float32), under all that the request
-asks for (penalty, temperature, min-p, ...). Ids are -1 where no further token has a probability of
-``LEAST_PROBABILITY``; in a row that begins with -1 nothing is said.
+It tells more than the drawn tokens do, at nodes too that were not accepted. A row of int32 for
+each node: the ids of the ``TOP_K`` likeliest tokens, the likeliest first, and behind them their
+probabilities (the bits of float32), under all that the request asks for (penalty, temperature,
+min-p, ...). Ids are -1 where no further token has a probability of ``LEAST_PROBABILITY``; a row
+that begins with -1 tells nothing.
 """
 
 from __future__ import annotations
@@ -15,21 +16,22 @@ import numpy.typing as npt
 
 from vllm_tokenswift.tree import DraftTree
 
-Likeliest = npt.NDArray[np.int32]  # [nodes, COLUMNS]
+TopKRows = npt.NDArray[np.int32]  # [nodes, TOP_K_COLUMNS]
 
-NUM_LIKELIEST = 8
-COLUMNS = 2 * NUM_LIKELIEST
+TOP_K = 8
+TOP_K_COLUMNS = 2 * TOP_K
 LEAST_PROBABILITY = 0.01
-NOTHING = -1
+NO_TOKEN = -1
 
 
 @dataclass(frozen=True)
 class VerifyTopK:
-    """What a verify pass said.
+    """The verify top-k of one request's step.
 
-    tree: what was verified; node 0 is the bonus token that stood before it.
-    said: ``[len(tree) + 1, COLUMNS]``, by node, those that were not accepted too.
+    Args:
+        tree: what was verified; node 0 is the bonus token that stood before it.
+        top_k: int32 ``[len(tree) + 1, TOP_K_COLUMNS]``, by node.
     """
 
     tree: DraftTree
-    said: Likeliest
+    top_k: TopKRows

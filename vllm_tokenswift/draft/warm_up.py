@@ -23,7 +23,7 @@ from vllm_tokenswift.draft.planner.planner import PlanMode, PlannedRequest, Plan
 from vllm_tokenswift.draft.planner.self_draft_acceptance import SelfDraftPath
 from vllm_tokenswift.draft.planner.source_benefit import NO_NODES
 from vllm_tokenswift.draft.proposals.head_proposals import HeadProposals
-from vllm_tokenswift.draft.top_tokens import COLUMNS, NOTHING, VerifyTopK
+from vllm_tokenswift.draft.top_tokens import NO_TOKEN, TOP_K_COLUMNS, VerifyTopK
 from vllm_tokenswift.draft.tree_builder import num_followed
 from vllm_tokenswift.tree import EMPTY_TREE
 
@@ -50,7 +50,7 @@ def warm_up(mode: PlanMode) -> None:
         request = PlannedRequest(state, candidates, state.num_tokens, 8, noise=noise)
         planner.plan([request])
         planner.plan([request, request])
-    state.extend([2], VerifyTopK(EMPTY_TREE, np.full((1, COLUMNS), NOTHING, np.int32)))
+    state.extend([2], VerifyTopK(EMPTY_TREE, np.full((1, TOP_K_COLUMNS), NO_TOKEN, np.int32)))
     planner.plan([PlannedRequest(state, None, state.num_tokens, 8, noise=noise)])
     num_followed(NO_NODES, np.zeros(1, np.int32))
     assert state.contexts is not None

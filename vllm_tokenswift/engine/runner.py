@@ -428,7 +428,7 @@ class TokenSwiftRunnerMixin(_Runner):
             req_id, tokens = group.req_id, emitted.tokens
             if not tokens:
                 continue
-            heard = None if emitted.said is None else VerifyTopK(group.tree, emitted.said)
+            heard = None if emitted.top_k is None else VerifyTopK(group.tree, emitted.top_k)
             self.request_states[req_id].draft.extend(tokens, heard)
             if self.recorder is not None:
                 self.recorder.iteration(req_id, group.tree, emitted.nodes, tokens, len(groups))

@@ -1,4 +1,4 @@
-"""vLLM's logits processing, for rows at any depth of a draft tree.
+"""vLLM's logits processing and eta-sampling, for rows at any depth of a draft tree.
 
 The order and the float32 operations are those of plain vLLM's
 ``Sampler.forward`` (vllm/v1/sample/sampler.py), so that equal logits give
@@ -15,7 +15,6 @@ from functools import cached_property, lru_cache
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from vllm_tokenswift.sampling.eta import apply_eta
 from vllm_tokenswift.sampling.penalty.window import TokenWindow, penalise, window_indices
 from vllm_tokenswift.sampling.sampling_state import SamplingNumbers, SamplingState
 from vllm_tokenswift.sampling.token_counts import apply_count_penalties
@@ -25,7 +24,13 @@ _MASKED = -float("inf")
 
 @dataclass(frozen=True)
 class Rows:
-    """The nodes that the rows of a logits tensor belong to."""
+    """The nodes that the rows of a logits tensor belong to.
+
+    Args:
+        states: of each row, its request's sampling state.
+        paths: of each row, the draft tokens from the root's child down to its node.
+        device: of the logits.
+    """
 
     states: Sequence[SamplingState]
     paths: Sequence[Sequence[int]]
@@ -40,9 +45,11 @@ class Rows:
         return _columns(tuple(state.numbers for state in self.states), self.device)
 
     def where(self, uses: Callable[[SamplingState], bool]) -> list[int]:
+        """The rows, ascending, whose request's state ``uses`` something."""
         return [row for row, state in enumerate(self.states) if uses(state)]
 
     def subset(self, rows: Sequence[int]) -> Rows:
+        """These rows alone, in this order."""
         return Rows(
             [self.states[row] for row in rows], [self.paths[row] for row in rows], self.device
         )
@@ -61,7 +68,12 @@ def _columns(
 def apply_constraints(logits: torch.Tensor, rows: Rows) -> None:
     """Everything that also bears on greedy requests, in place.
 
-    logits: float32 ``[rows, vocab]``.
+    In vLLM's order (``Sampler.apply_logits_processors``): allowed tokens, bad words, minimum
+    tokens, bias, the windowed penalty, vLLM's penalties.
+
+    Args:
+        logits: float32 ``[rows, vocab]``, changed in place.
+        rows: what the rows belong to.
     """
     if not any(state.is_constrained for state in rows.states):
         return
@@ -76,7 +88,12 @@ def apply_constraints(logits: torch.Tensor, rows: Rows) -> None:
 def shape_distribution(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Temperature, min-p, eta, top-k and top-p, for rows that are not greedy.
 
-    logits: float32 ``[rows, vocab]``, may be overwritten; returns the result.
+    Args:
+        logits: float32 ``[rows, vocab]``, may be overwritten.
+        rows: what the rows belong to; none of a greedy request.
+
+    Returns:
+        float32 ``[rows, vocab]``: logits, -inf where a token is cut.
     """
     numbers = rows.numbers
     logits.div_(numbers.temperature.unsqueeze(1))
@@ -86,14 +103,14 @@ def shape_distribution(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
         logits.masked_fill_(probabilities < limit, _MASKED)
     if rows.where(lambda state: state.numbers.eta_epsilon > 0):
         apply_eta(logits, numbers.eta_epsilon.unsqueeze(1), numbers.eta_alpha.unsqueeze(1))
-    cut = rows.where(lambda state: state.uses_top_k or state.uses_top_p)
-    if not cut:
+    sorted_rows = rows.where(lambda state: state.uses_top_k or state.uses_top_p)
+    if not sorted_rows:
         return logits
-    use_k = any(rows.states[row].uses_top_k for row in cut)
-    use_p = any(rows.states[row].uses_top_p for row in cut)
-    # Sorting a vocabulary is the dearest step of all: only the rows that ask for it.
-    every = len(cut) == len(rows)
-    index = torch.tensor(cut, device=logits.device)
+    use_k = any(rows.states[row].uses_top_k for row in sorted_rows)
+    use_p = any(rows.states[row].uses_top_p for row in sorted_rows)
+    # Sorting a vocabulary takes longest of all: only the rows that ask for it.
+    every = len(sorted_rows) == len(rows)
+    index = torch.tensor(sorted_rows, device=logits.device)
     shaped: torch.Tensor = apply_top_k_top_p(
         logits if every else logits.index_select(0, index),
         numbers.top_k[index].int() if use_k else None,
@@ -103,6 +120,27 @@ def shape_distribution(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
         return shaped
     logits[index] = shaped
     return logits
+
+
+def apply_eta(logits: torch.Tensor, epsilon: torch.Tensor, alpha: torch.Tensor) -> None:
+    """Eta-sampling: mask, in place, the tokens below eta; the likeliest always stays.
+
+    A token stays if its probability is at least ``eta = min(epsilon, alpha * exp(-entropy))``
+    (Hewitt et al., 2022; the paper's appendix D.1).
+
+    Args:
+        logits: float32 ``[rows, vocab]``, after temperature; changed in place.
+        epsilon: float32 ``[rows, 1]``; rows with 0 stay as they are.
+        alpha: float32 ``[rows, 1]``.
+    """
+    probabilities = logits.softmax(dim=-1)
+    # Summed in float64: how a float32 sum over the vocabulary is split depends on
+    # the number of rows, and a row must come out the same in every batch.
+    entropy = torch.special.entr(probabilities).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    eta = torch.minimum(epsilon.double(), alpha.double() * torch.exp(-entropy)).float()
+    # exp(-entropy) can exceed the top probability by a rounding error where all are equal.
+    eta = torch.minimum(eta, probabilities.amax(dim=-1, keepdim=True))
+    logits.masked_fill_(probabilities < eta, _MASKED)
 
 
 def _apply_allowed_tokens(logits: torch.Tensor, rows: Rows) -> None:

@@ -1,6 +1,6 @@
 """The constraints that shape drafts, over the part of the vocabulary that heads propose.
 
-Heads run several times between two steps, and what they say only has to be likely: so
+Heads run several times between two steps, and what they propose only has to be likely: so
 temperature and the windowed penalty are applied to their few thousand logits, and whatever
 cannot be done there is left to the tree sampler's own :meth:`TreeSampler.draft_probabilities`.
 """
@@ -17,7 +17,12 @@ from vllm_tokenswift.sampling.sampling_state import SamplingState
 
 
 class DraftVocabulary:
-    """tokens: int64 ``[part]``, ids; vocab_size: of the target."""
+    """The part of the vocabulary that heads propose, and the constraints over it.
+
+    Args:
+        tokens: int64 ``[part]``, ids.
+        vocab_size: of the target.
+    """
 
     def __init__(self, tokens: torch.Tensor, vocab_size: int) -> None:
         self.tokens = tokens
@@ -44,25 +49,38 @@ class DraftVocabulary:
 
     @staticmethod
     def scales_of(state: SamplingState) -> tuple[np.float32, np.float32, np.float32]:
-        """What logits are multiplied by: those outside of the window, and the positive and the
-        negative ones of tokens in it."""
+        """What a request's logits are multiplied by.
+
+        Returns:
+            Factors of the logits of tokens outside the penalty's window, and of the positive
+            and of the negative ones of tokens in it.
+        """
         theta, temperature = state.numbers.theta, np.float32(state.numbers.temperature)
         plain, positive, negative = np.float32(1.0), np.float32(1.0 / theta), np.float32(theta)
         return plain / temperature, positive / temperature, negative / temperature
 
     def scales(self, states: Sequence[SamplingState]) -> torch.Tensor:
-        """What positive and negative logits are multiplied by: float32 ``[states, 2, part]``."""
+        """What positive and negative logits are multiplied by: float32 ``[states, 2, part]``,
+        on the tokens' device."""
         scales = np.empty((len(states), 2, len(self.tokens)), np.float32)
         for by_sign, state in zip(scales, states, strict=True):
             outside, *inside = self.scales_of(state)
             in_window = self.in_window(state)
-            for of_sign, factor in zip(by_sign, inside, strict=True):
-                of_sign[:] = np.where(in_window, factor, outside)
+            for row, factor in zip(by_sign, inside, strict=True):
+                row[:] = np.where(in_window, factor, outside)
         return torch.from_numpy(scales).to(self.device)
 
     @staticmethod
     def probabilities(logits: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """float32 ``[rows, part]``; logits: ``[rows, part]``; scales: ``[rows, 2, part]``."""
+        """The softmax of scaled logits.
+
+        Args:
+            logits: ``[rows, part]``, any float dtype.
+            scales: float32 ``[rows, 2, part]``, see :meth:`scales`.
+
+        Returns:
+            float32 ``[rows, part]``.
+        """
         wide = logits.float()
         scaled = torch.where(wide > 0, scales[:, 0], scales[:, 1]).mul_(wide)
         return scaled.softmax(dim=-1)

@@ -21,12 +21,20 @@ from vllm_tokenswift.sampling.sampling_state import SamplingState
 
 
 def wants_logprobs(state: SamplingState) -> bool:
+    """Whether a request asks for logprobs of its tokens, by number or by a list of ids."""
     return state.num_logprobs is not None or bool(state.logprob_token_ids)
 
 
 @dataclass(frozen=True)
 class EmittedToken:
-    """slot: its place in the flattened padded token matrix; row: its logits row."""
+    """A token that was emitted, and where its logprobs come from and go to.
+
+    Args:
+        state: its request's.
+        token: its id.
+        slot: its place in the flattened padded token matrix.
+        row: its logits row.
+    """
 
     state: SamplingState
     token: int
@@ -37,13 +45,18 @@ class EmittedToken:
 def gather_logprobs(
     logits: torch.Tensor, emitted: Sequence[EmittedToken], num_slots: int, mode: LogprobsMode
 ) -> LogprobsTensors:
-    """The sampled token first, then what its request asked for.
+    """Logprobs of emitted tokens: the token first, then what its request asked for.
 
-    logits: ``[rows, vocab]``, raw or processed as ``mode`` says.
-    emitted: the tokens whose requests want logprobs.
-    Returns int32 and float32 ``[num_slots, width]`` and int64 ranks ``[num_slots]``;
-    a row narrower than the widest is padded with token 0 at -inf. On the host: vLLM reads them
-    there, and a pass that was launched in between would be waited for.
+    Args:
+        logits: ``[rows, vocab]``, raw or processed as ``mode`` says.
+        emitted: the tokens whose requests want logprobs, at least one.
+        num_slots: places of the padded token matrix.
+        mode: vLLM's ``logprobs_mode``.
+
+    Returns:
+        Token ids int32 and logprobs float32 ``[num_slots, width]``, and ranks int64
+        ``[num_slots]``; a row narrower than the widest is padded with token 0 at -inf. On the
+        host: vLLM reads them there, and a pass launched in between would be waited for.
     """
     widths = [len(e.state.logprob_token_ids) or e.state.num_logprobs or 0 for e in emitted]
     width = max(widths) + 1

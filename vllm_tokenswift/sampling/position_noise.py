@@ -40,17 +40,21 @@ from vllm_tokenswift.draft.gumbel_noise import GumbelNoise
 
 
 class PositionDraws(ABC):
-    """The pending draws of one request; index 0 is its next position."""
+    """The pending draws of one request; index 0 is its next position.
+
+    Args:
+        generator: of a seeded request; None where it has no seed.
+    """
 
     def __init__(self, generator: torch.Generator | None) -> None:
         self.generator = generator
 
     @abstractmethod
-    def commit(self, num_tokens: int) -> None:
-        """The next ``num_tokens`` positions have their tokens: drop their draws."""
+    def drop_draws(self, num_tokens: int) -> None:
+        """Forget the draws of the next ``num_tokens`` positions, which have their tokens."""
 
     def coming_noise(self) -> GumbelNoise | None:
-        """The noise of the coming positions, or None where drafts may not or cannot look at it."""
+        """The noise of the coming positions; None where drafts may not or cannot look at it."""
         return None
 
 
@@ -58,51 +62,58 @@ class NoiseSampler(ABC):
     """Samples rows of fully constrained logits with the draws of their positions."""
 
     @abstractmethod
-    def new_draws(self, generator: torch.Generator | None) -> PositionDraws: ...
+    def new_draws(self, generator: torch.Generator | None) -> PositionDraws:
+        """The draws of a new request; generator: its own, None where it has no seed."""
 
     @abstractmethod
     def sample(
         self, logits: torch.Tensor, draws: Sequence[PositionDraws], depths: Sequence[int]
     ) -> torch.Tensor:
-        """Tokens, int64 ``[rows]``.
+        """One token per row.
 
-        logits: float32 ``[rows, vocab]``, may be overwritten; draws and depths: one per
-        row. Depth 0 is the request's next position.
+        Args:
+            logits: float32 ``[rows, vocab]``, may be overwritten.
+            draws: of each row, its request's draws.
+            depths: of each row, how many positions behind the request's next one it samples.
+
+        Returns:
+            int64 ``[rows]``.
         """
 
 
 class SeedDraws(PositionDraws):
-    """One integer per position."""
+    """One integer per position, from which vLLM's CPU kernel makes its noise."""
 
     def __init__(self, generator: torch.Generator | None) -> None:
         super().__init__(generator)
         self.pending: deque[int] = deque()
 
-    def at(self, depth: int) -> int:
+    def seed_at(self, depth: int) -> int:
+        """The integer of the position ``depth`` behind the next one, drawn if need be."""
         while len(self.pending) <= depth:
             seed = torch.randint(0, 2**31, (1,), generator=self.generator, dtype=torch.long)
             self.pending.append(int(seed))
         return self.pending[depth]
 
-    def commit(self, num_tokens: int) -> None:
+    def drop_draws(self, num_tokens: int) -> None:
         for _ in range(min(num_tokens, len(self.pending))):
             self.pending.popleft()
 
-    def ahead(self, num_positions: int) -> npt.NDArray[np.uint64]:
-        """The integers of the next positions."""
-        self.at(num_positions - 1)
+    def seeds_ahead(self, num_positions: int) -> npt.NDArray[np.uint64]:
+        """The integers of the next positions: uint64 ``[num_positions]``."""
+        self.seed_at(num_positions - 1)
         return np.fromiter(islice(self.pending, num_positions), np.uint64, num_positions)
 
     def coming_noise(self) -> GumbelNoise:
-        return GumbelNoise(SPLITMIX, self.ahead)
+        return GumbelNoise(SPLITMIX, self.seeds_ahead)
 
     def key_at(self, depth: int) -> int:
-        """The state from which a position's noise is made, token by token."""
-        return int(position_key(SPLITMIX, np.array([self.at(depth)], np.uint64), 0))
+        """The state from which a position's noise is made, token by token (uint64)."""
+        return int(position_key(SPLITMIX, np.array([self.seed_at(depth)], np.uint64), 0))
 
 
 class GumbelSeedSampler(NoiseSampler):
-    """vLLM's sampling on the CPU."""
+    """vLLM's sampling on the CPU (``TopKTopPSampler.forward_cpu``)."""
 
     def new_draws(self, generator: torch.Generator | None) -> SeedDraws:
         return SeedDraws(generator)
@@ -113,13 +124,20 @@ class GumbelSeedSampler(NoiseSampler):
         seeds: list[int] = []
         for draw, depth in zip(draws, depths, strict=True):
             assert isinstance(draw, SeedDraws)
-            seeds.append(draw.at(depth))
+            seeds.append(draw.seed_at(depth))
         tokens: torch.Tensor = torch.ops._C.fused_gumbel_argmax(logits, torch.tensor(seeds))
         return tokens.long()
 
 
 class RowDraws(PositionDraws):
-    """One exponential row per position; empty for unseeded requests (see above)."""
+    """One exponential row per position; empty for unseeded requests (see above).
+
+    Args:
+        generator: of a seeded request; None where it has no seed.
+        vocab_size: length of a row.
+        dtype: of a row.
+        device: of a row.
+    """
 
     def __init__(
         self,
@@ -134,19 +152,26 @@ class RowDraws(PositionDraws):
         self._device = device
         self.pending: deque[torch.Tensor] = deque()
 
-    def at(self, depth: int) -> torch.Tensor:
+    def row_at(self, depth: int) -> torch.Tensor:
+        """``[vocab]`` of the position ``depth`` behind the next one, drawn if need be."""
         while len(self.pending) <= depth:
             row = torch.empty(self._vocab_size, dtype=self._dtype, device=self._device)
             self.pending.append(row.exponential_(generator=self.generator))
         return self.pending[depth]
 
-    def commit(self, num_tokens: int) -> None:
+    def drop_draws(self, num_tokens: int) -> None:
         for _ in range(min(num_tokens, len(self.pending))):
             self.pending.popleft()
 
 
 class ExponentialSampler(NoiseSampler):
-    """vLLM's sampling in plain PyTorch: argmax of probability over exponential noise."""
+    """vLLM's sampling in plain PyTorch (``random_sample``): argmax of probability over noise.
+
+    Args:
+        vocab_size: width of the logits.
+        device: of the logits.
+        use_fp64_gumbel: noise in float64, as vLLM's option of this name has it.
+    """
 
     def __init__(self, vocab_size: int, device: torch.device, use_fp64_gumbel: bool) -> None:
         self.vocab_size = vocab_size
@@ -191,12 +216,22 @@ class ExponentialSampler(NoiseSampler):
         for i in seeded:
             draw = draws[i]
             assert isinstance(draw, RowDraws)
-            noise[i] = draw.at(depths[i])
+            noise[i] = draw.row_at(depths[i])
         return noise
 
 
 def noise_sampler(vocab_size: int, device: torch.device, use_fp64_gumbel: bool) -> NoiseSampler:
-    """The kind of noise that ``TopKTopPSampler`` of plain vLLM uses on this machine."""
+    """The kind of noise that ``TopKTopPSampler`` of plain vLLM uses on this machine.
+
+    Args:
+        vocab_size: width of the logits.
+        device: of the logits.
+        use_fp64_gumbel: vLLM's option of this name.
+
+    Returns:
+        A sampler whose seeded draws are those of plain decoding
+        (vllm/v1/sample/ops/topk_topp_sampler.py).
+    """
     native_architectures = (CpuArchEnum.RISCV, CpuArchEnum.POWERPC)
     if (
         current_platform.is_cpu()

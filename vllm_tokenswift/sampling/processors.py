@@ -25,7 +25,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor as LogitsProcessorV1
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcRequestState
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
-from vllm_tokenswift.sampling.eta import apply_eta
+from vllm_tokenswift.sampling.constraints import apply_eta
 from vllm_tokenswift.sampling.penalty.batch_windows import BatchWindows
 from vllm_tokenswift.sampling.penalty.slot_windows import SlotWindows
 from vllm_tokenswift.sampling.request_parameters import PlainDefaults, RequestOptions
@@ -37,6 +37,14 @@ class WindowedPenalty(LogitsProcessorV1, LogitsProcessorV2):
     Runner V1 constructs it with a device and ``is_pin_memory`` and tells it of batch
     changes (``update_state``); V2 constructs it with the runner's request states and
     hands it requests by slot (``add_request``).
+
+    Args:
+        vllm_config: holds the penalty's defaults.
+        device_or_states: of the logits on V1; the request states on V2.
+        is_pin_memory: not used.
+
+    Raises:
+        ValueError: a default is not allowed.
     """
 
     def __init__(
@@ -61,15 +69,15 @@ class WindowedPenalty(LogitsProcessorV1, LogitsProcessorV2):
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         assert isinstance(self._windows, BatchWindows)
-        self._windows.update(batch_update)
+        self._windows.update_batch(batch_update)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         assert isinstance(self._windows, SlotWindows)
-        return self._windows.add(req_idx, sampling_params)
+        return self._windows.add_request(req_idx, sampling_params)
 
     def apply_staged_writes(self) -> None:
         assert isinstance(self._windows, SlotWindows)
-        self._windows.flush()
+        self._windows.apply_staged_writes()
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext | None = None) -> torch.Tensor:
         if isinstance(self._windows, SlotWindows):
@@ -85,6 +93,11 @@ class EtaSampling(LogitsProcessorV1):
 
     Runner V2 offers custom processors no place after the temperature, so there is
     no such class for it; V2 refuses this one by name when it starts.
+
+    Args:
+        vllm_config: not used.
+        device: of the logits.
+        is_pin_memory: not used.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:

@@ -39,7 +39,11 @@ class PlainDefaults:
 
     @classmethod
     def from_vllm_config(cls, vllm_config: VllmConfig) -> PlainDefaults:
-        """The same ``additional_config["tokenswift"]`` that speculation reads."""
+        """The defaults in ``additional_config["tokenswift"]``, which speculation reads too.
+
+        Raises:
+            ValueError: one of them is not allowed.
+        """
         config = vllm_config.additional_config
         given = config.get("tokenswift", {}) if isinstance(config, dict) else {}
         return cls(
@@ -52,12 +56,13 @@ class PlainDefaults:
 class RequestOptions:
     """TokenSwift's parameters of one request.
 
-    penalty_theta: the paper's theta, 1 to 10; 1 switches the windowed penalty off.
-    penalty_window: the paper's W in tokens, at least 1.
-    eta_epsilon: eta-sampling's epsilon, above 0 and below 1; None switches it off.
-    eta_alpha: its alpha, above 0 and at most 1 (so that the likeliest token always
-        stays: exp(-entropy) is never above its probability); sqrt(epsilon) unless given.
-    tokenswift: whether the request may be speculated for.
+    Args:
+        penalty_theta: the paper's theta, 1 to 10; 1 switches the windowed penalty off.
+        penalty_window: the paper's W in tokens, at least 1.
+        eta_epsilon: eta-sampling's epsilon, above 0 and below 1; None switches it off.
+        eta_alpha: its alpha, above 0 and at most 1 (so that the likeliest token always
+            stays: exp(-entropy) is never above its probability); sqrt(epsilon) unless given.
+        tokenswift: whether the request may be speculated for.
     """
 
     penalty_theta: float
@@ -70,7 +75,15 @@ class RequestOptions:
     def from_sampling_params(
         cls, sampling_params: SamplingParams, defaults: PenaltyDefaults
     ) -> RequestOptions:
-        """Read and check; raises ValueError naming the parameter that is wrong."""
+        """Reads and checks a request's ``extra_args``.
+
+        Args:
+            sampling_params: the request's.
+            defaults: the penalty of requests that name none.
+
+        Raises:
+            ValueError: names the parameter that is wrong, or misspelled.
+        """
         given = sampling_params.extra_args or {}
         _refuse_misspelled(given)
         theta = _number("penalty_theta", given.get("penalty_theta", defaults.penalty_theta), 1, 10)
@@ -94,7 +107,11 @@ class RequestOptions:
 
 
 def validate(sampling_params: SamplingParams) -> None:
-    """Refuse, in words, a request that TokenSwift cannot decode; raises ValueError."""
+    """Refuses a request that TokenSwift cannot decode.
+
+    Raises:
+        ValueError: says what is wrong, or not supported.
+    """
     RequestOptions.from_sampling_params(sampling_params, PlainDefaults())
     if sampling_params.thinking_token_budget is not None:
         raise ValueError(

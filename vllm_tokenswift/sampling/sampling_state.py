@@ -21,9 +21,8 @@ Value = TypeVar("Value", float, torch.Tensor)
 
 
 class SamplingNumbers(NamedTuple, Generic[Value]):
-    """The numeric parameters of a request: one row of a float32 tensor.
+    """The numeric parameters: one request's (floats), or all rows' (float32 ``[rows]``).
 
-    One request's (floats), or those of all rows of a batch (float32 ``[rows]``).
     float32 is what vLLM keeps them in; top_k stays exact below 2**24.
     """
 
@@ -45,6 +44,15 @@ class SamplingState:
     Only what the parameters ask for is kept: the newest W tokens for the windowed
     penalty, one count per vocabulary entry for vLLM's penalties, and as many output
     tokens as the longest bad word is long.
+
+    Args:
+        params: the request's, as vLLM has them.
+        options: TokenSwift's own parameters of it.
+        prompt: token ids.
+        output: token ids emitted so far.
+        draws: the noise of its coming positions.
+        vocab_size: width of the logits.
+        device: of the logits.
     """
 
     def __init__(
@@ -122,14 +130,15 @@ class SamplingState:
         self.num_logprobs = vocab_size if params.logprobs == -1 else params.logprobs
         self.logprob_token_ids = params.logprob_token_ids or []
 
-    def commit(self, tokens: Sequence[int]) -> None:
+    def commit_tokens(self, tokens: Sequence[int]) -> None:
+        """The history grows by emitted tokens, whose draws are used up."""
         self.num_output += len(tokens)
         self._extend_tail(tokens)
         if self.window is not None:
-            self.window.extend(tokens)
+            self.window.append_tokens(tokens)
         if self.counts is not None and tokens:
-            self.counts.extend(tokens)
-        self.draws.commit(len(tokens))
+            self.counts.count_tokens(tokens)
+        self.draws.drop_draws(len(tokens))
 
     def _extend_tail(self, tokens: Sequence[int]) -> None:
         if self._tail_length:

@@ -14,7 +14,18 @@ from vllm._custom_ops import apply_repetition_penalties
 
 
 class TokenCounts:
-    """What stands in one request's prompt, and how often what in its output."""
+    """What stands in one request's prompt, and how often what in its output.
+
+    Args:
+        vocab_size: of the target.
+        prompt: token ids.
+        output: token ids.
+        device: of the counts.
+
+    Attributes:
+        in_prompt: bool ``[vocab]``.
+        in_output: int32 ``[vocab]``, how often each token stands in the output.
+    """
 
     def __init__(
         self, vocab_size: int, prompt: Sequence[int], output: Sequence[int], device: torch.device
@@ -22,9 +33,10 @@ class TokenCounts:
         self.in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         self.in_prompt[torch.tensor(prompt, dtype=torch.int64, device=device)] = True
         self.in_output = torch.zeros(vocab_size, dtype=torch.int32, device=device)
-        self.extend(output)
+        self.count_tokens(output)
 
-    def extend(self, tokens: Sequence[int]) -> None:
+    def count_tokens(self, tokens: Sequence[int]) -> None:
+        """The output grows by these tokens."""
         index = torch.tensor(tokens, dtype=torch.int64, device=self.in_output.device)
         self.in_output.index_add_(0, index, torch.ones_like(index, dtype=torch.int32))
 
@@ -39,8 +51,13 @@ def apply_count_penalties(
 ) -> None:
     """vLLM's ``apply_penalties`` (model_executor/layers/utils.py), in place.
 
-    logits: float32 ``[rows, vocab]``; counts and paths: one per row, the path
-    being the draft tokens above and at the row's node; the penalties: float32 ``[rows]``.
+    Args:
+        logits: float32 ``[rows, vocab]``.
+        counts: of each row, its request's counts.
+        paths: of each row, the draft tokens from the root's child down to its node.
+        repetition: float32 ``[rows]``, vLLM's ``repetition_penalty``; 1 is off.
+        frequency: float32 ``[rows]``, ``frequency_penalty``; 0 is off.
+        presence: float32 ``[rows]``, ``presence_penalty``; 0 is off.
     """
     device = logits.device
     in_prompt = torch.stack([count.in_prompt for count in counts])  # [rows, vocab]

@@ -1,4 +1,4 @@
-"""Scores a verified draft tree: samples at its nodes, walks it, says what is emitted.
+"""Samples at the nodes of verified draft trees, walks them, and returns what is emitted.
 
 At every node the next token is the one that plain vLLM would sample there with
 the same parameters and the same noise; the walk follows the tree as long as the
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES, LogprobsMode
 from vllm.sampling_params import SamplingParams
@@ -17,26 +18,39 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
 from vllm_tokenswift.draft.gumbel_noise import GumbelNoise
+from vllm_tokenswift.draft.top_tokens import (
+    LEAST_PROBABILITY,
+    NO_TOKEN,
+    TOP_K,
+    TOP_K_COLUMNS,
+    TopKRows,
+)
 from vllm_tokenswift.sampling.acceptance_walk import AcceptanceWalk, Place, VerifyResult, VerifyRows
 from vllm_tokenswift.sampling.constraints import Rows, apply_constraints, shape_distribution
 from vllm_tokenswift.sampling.logprobs import gather_logprobs, wants_logprobs
 from vllm_tokenswift.sampling.position_noise import PositionDraws, noise_sampler
 from vllm_tokenswift.sampling.request_parameters import PenaltyDefaults, RequestOptions, validate
 from vllm_tokenswift.sampling.sampling_state import SamplingState
-from vllm_tokenswift.sampling.top_tokens import likeliest_tokens
 
 __all__ = ["TreeSampler", "VerifyResult", "VerifyRows", "sampled_token_ids"]
 
 OnSampled = Callable[[torch.Tensor], None]
-"""Takes int64 ``[groups]`` on the device: the sample of each."""
+"""Takes int64 ``[groups]`` on the device: the sample of each group."""
 
 
 class TreeSampler:
-    """All requests' sampling state, and the scoring of their trees.
+    """All requests' sampling state, and the sampling of their trees.
 
-    vocab_size: width of the logits.
-    options: gives ``penalty_theta`` and ``penalty_window`` to requests that name none.
-    logprobs_mode, use_fp64_gumbel: as vLLM's ``Sampler`` takes them.
+    Takes the place of vLLM's ``RejectionSampler`` (vllm/v1/sample/rejection_sampler.py). Here
+    nothing is rejected by a coin of its own: the sample decides (the paper's appendix A shows
+    the same losslessness for its walk).
+
+    Args:
+        vocab_size: width of the logits.
+        device: of the logits.
+        options: gives ``penalty_theta`` and ``penalty_window`` to requests that name none.
+        logprobs_mode: as vLLM's ``Sampler`` takes it.
+        use_fp64_gumbel: likewise.
     """
 
     def __init__(
@@ -68,7 +82,17 @@ class TreeSampler:
         """Take in a request, new or resumed; its state is derived from the history given.
 
         A known ``req_id`` keeps its pending noise: its generator has already been
-        drawn from. Raises ValueError where TokenSwift cannot decode the request.
+        drawn from.
+
+        Args:
+            req_id: the request's id.
+            sampling_params: its parameters, TokenSwift's own in ``extra_args``.
+            prompt_token_ids: its prompt.
+            output_token_ids: what it has emitted so far.
+            generator: of a seeded request; None where it has no seed.
+
+        Raises:
+            ValueError: TokenSwift cannot decode the request.
         """
         if prompt_token_ids is None:
             raise ValueError(
@@ -92,24 +116,25 @@ class TreeSampler:
         return self._noise.new_draws(generator)
 
     def noise_of(self, req_id: str) -> GumbelNoise | None:
-        """The noise of the request's coming positions, from its next on.
+        """The noise of a request's coming positions, from its next on, for drafting to look at.
 
-        None where the request is greedy or its noise is not known beforehand.
+        Returns:
+            The noise; None where the request is greedy or its noise is not known beforehand.
         """
         state = self._states[req_id]
         return None if state.greedy else state.draws.coming_noise()
 
     def states(self, req_ids: Sequence[str]) -> list[SamplingState]:
-        """What is known of these requests, to be read."""
+        """The sampling states of requests, in the order asked for; only to be read."""
         return [self._states[req_id] for req_id in req_ids]
 
     def remove_request(self, req_id: str) -> None:
-        """Forget a finished request (no error if it is not known)."""
+        """Forget a finished request; one that is not known is no error."""
         self._states.pop(req_id, None)
 
     def commit_tokens(self, req_id: str, tokens: Sequence[int]) -> None:
-        """The emitted tokens that vLLM kept: the request's history grows by them."""
-        self._states[req_id].commit(tokens)
+        """The request's history grows by the emitted tokens that vLLM kept."""
+        self._states[req_id].commit_tokens(tokens)
 
     def sample_trees(
         self,
@@ -117,20 +142,23 @@ class TreeSampler:
         groups: Sequence[VerifyRows],
         on_sampled: OnSampled | None = None,
     ) -> tuple[list[VerifyResult], LogprobsTensors | None]:
-        """Sample and walk every group's tree.
+        """Sample at the nodes of every group's tree, and walk it.
 
-        logits: ``[rows, vocab]``, any float dtype, left unchanged; the groups' rows
-            one after another.
-        on_sampled: called with the samples before the host reads them, where it reads nothing
-            else; for groups of which none has drafts or is discarded.
+        Args:
+            logits: ``[rows, vocab]``, any float dtype, left unchanged; the groups' rows
+                one after another.
+            groups: the batch rows.
+            on_sampled: called with the samples before the host reads them, where it reads
+                nothing else; for groups of which none has drafts or is discarded.
 
-        Returns what each group emits, and logprobs if a request of the batch asked
-        for them, laid out as :func:`sampled_token_ids` lays out the tokens.
+        Returns:
+            What each group emits, and logprobs if a request of the batch asked for them, laid
+            out as :func:`sampled_token_ids` lays out the tokens.
         """
-        starts: list[int] = []
+        first_rows: list[int] = []
         num_rows = 0
         for group in groups:
-            starts.append(num_rows)
+            first_rows.append(num_rows)
             num_rows += len(group.tree) + 1
         assert logits.shape == (num_rows, self.vocab_size), (logits.shape, num_rows)
         states = [self._states[group.req_id] for group in groups]
@@ -141,7 +169,7 @@ class TreeSampler:
         processed: torch.Tensor | None = None
         if wanted and self.logprobs_mode in PROCESSED_LOGPROBS_MODES:
             processed = torch.empty(logits.shape, dtype=torch.float32, device=self.device)
-        walk = AcceptanceWalk(groups, starts, states, logits, processed)
+        walk = AcceptanceWalk(groups, first_rows, states, logits, processed)
         if wanted:
             on_sampled = None
         if self._sample_whole_trees:
@@ -149,17 +177,23 @@ class TreeSampler:
         else:
             self._walk_by_depth(walk, on_sampled)
         if not wanted:
-            return walk.accepted, None
+            return walk.results, None
         source = logits if processed is None else processed
         emitted, num_slots = walk.emitted_with_logprobs()
-        return walk.accepted, gather_logprobs(source, emitted, num_slots, self.logprobs_mode)
+        return walk.results, gather_logprobs(source, emitted, num_slots, self.logprobs_mode)
 
     def draft_probabilities(self, logits: torch.Tensor, req_ids: Sequence[str]) -> torch.Tensor:
         """Probabilities to draft from: the target's constraints on the drafter's logits.
 
-        logits: ``[rows, vocab]``, left unchanged; req_ids: one per row, repeats allowed.
-        Every row is treated as the request's next position. Returns float32
-        ``[rows, vocab]``; for greedy requests the softmax after the penalties.
+        Every row is treated as its request's next position.
+
+        Args:
+            logits: ``[rows, vocab]``, any float dtype, left unchanged.
+            req_ids: of each row its request; repeats are allowed.
+
+        Returns:
+            float32 ``[rows, vocab]``, each row's sum 1; for greedy requests the softmax after
+            the penalties.
         """
         states = [self._states[req_id] for req_id in req_ids]
         rows = Rows(states, [[]] * len(states), self.device)
@@ -173,15 +207,15 @@ class TreeSampler:
             sampled = self._sample(walk, frontier)
             if on_sampled is not None:
                 on_sampled(sampled)
-            steps = [
-                walk.step(place, token)
+            children = [
+                walk.emit_token(place, token)
                 for place, token in zip(frontier, sampled.tolist(), strict=True)
             ]
-            frontier = [place for place in steps if place is not None]
+            frontier = [place for place in children if place is not None]
 
     def _walk_sampled(self, walk: AcceptanceWalk, on_sampled: OnSampled | None) -> None:
         """Sample at every node that the walk could reach, then walk."""
-        places = [place for root in walk.roots() for place in walk.reachable(root)]
+        places = [place for root in walk.roots() for place in walk.reachable_places(root)]
         if not places:
             return
         on_device = self._sample(walk, places)
@@ -194,7 +228,7 @@ class TreeSampler:
         for root in walk.roots():
             place: Place | None = root
             while place is not None:
-                place = walk.step(place, sampled[place.group, place.node])
+                place = walk.emit_token(place, sampled[place.group, place.node])
 
     def _sample(self, walk: AcceptanceWalk, places: Sequence[Place]) -> torch.Tensor:
         """One token per place, int64 ``[places]``."""
@@ -208,7 +242,7 @@ class TreeSampler:
         random = rows.where(lambda state: not state.greedy)
         if not random:
             return Sampler.greedy_sample(shaped).long()
-        self._say(walk, places, random, shaped)
+        self._keep_top_k(walk, places, random, shaped)
         draws = [states[row].draws for row in random]
         depths = [len(places[row].path) for row in random]
         if not greedy:
@@ -218,19 +252,19 @@ class TreeSampler:
         tokens[random] = self._noise.sample(shaped[random], draws, depths)
         return tokens
 
-    def _say(
+    def _keep_top_k(
         self, walk: AcceptanceWalk, places: Sequence[Place], random: list[int], shaped: torch.Tensor
     ) -> None:
-        """Writes down what is likeliest at the places that somebody hears of.
+        """Writes down the verify top-k of the places whose groups want it.
 
         random: those that are sampled with noise; the others' rows have another shape.
         """
-        if walk.said is None:
+        if walk.top_k is None:
             return
-        heard = [row for row in random if walk.groups[places[row].group].wants_top_k]
-        if heard:
-            of_heard = shaped if len(heard) == len(places) else shaped[heard]
-            walk.said[[walk.row(places[row]) for row in heard]] = likeliest_tokens(of_heard)
+        wanted = [row for row in random if walk.groups[places[row].group].wants_top_k]
+        if wanted:
+            logits = shaped if len(wanted) == len(places) else shaped[wanted]
+            walk.top_k[[walk.row_of(places[row]) for row in wanted]] = top_k_rows(logits)
 
     def _shape_random(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor:
         """The distribution's shape, for the rows of random requests."""
@@ -243,12 +277,37 @@ class TreeSampler:
         return logits
 
 
-def sampled_token_ids(accepted: Sequence[VerifyResult], device: torch.device) -> torch.Tensor:
-    """The emitted tokens as vLLM's bookkeeping takes them.
+def top_k_rows(logits: torch.Tensor) -> TopKRows:
+    """The likeliest tokens of each row and their probabilities (``draft/top_tokens.py``).
 
-    int32 ``[groups, width]``, padded with -1 (``RejectionSampler.parse_output``);
-    width is the longest group's number of tokens, at least 1.
+    Args:
+        logits: float32 ``[rows, vocab]``, under all constraints and after temperature.
+
+    Returns:
+        int32 ``[rows, TOP_K_COLUMNS]`` on the host; of tokens that are equally likely the
+        first stands first.
     """
-    width = max([1, *(len(group.tokens) for group in accepted)])
-    padded = [group.tokens + [-1] * (width - len(group.tokens)) for group in accepted]
+    probabilities = logits.softmax(dim=-1).numpy(force=True)
+    top_k = np.full((len(probabilities), TOP_K_COLUMNS), NO_TOKEN, np.int32)
+    for row, chances in zip(top_k, probabilities, strict=True):
+        likely = np.flatnonzero(chances >= LEAST_PROBABILITY).astype(np.int32)
+        first = likely[np.argsort(-chances[likely], kind="stable")[:TOP_K]]
+        row[: len(first)] = first
+        row[TOP_K : TOP_K + len(first)] = chances[first].view(np.int32)
+    return top_k
+
+
+def sampled_token_ids(results: Sequence[VerifyResult], device: torch.device) -> torch.Tensor:
+    """The emitted tokens as vLLM's bookkeeping takes them (``RejectionSampler.parse_output``).
+
+    Args:
+        results: what each group emits.
+        device: of the tensor.
+
+    Returns:
+        int32 ``[groups, width]``, padded with -1; width is the longest group's number of
+        tokens, at least 1.
+    """
+    width = max([1, *(len(result.tokens) for result in results)])
+    padded = [result.tokens + [-1] * (width - len(result.tokens)) for result in results]
     return torch.tensor(padded, dtype=torch.int32, device=device).reshape(-1, width)

@@ -62,7 +62,7 @@ from vllm_tokenswift.draft import exponential_noise as noise
 from vllm_tokenswift.draft.proposals import table as offers
 from vllm_tokenswift.draft.proposals import suffix_index as suffix
 from vllm_tokenswift.draft import tree_builder as trie
-from vllm_tokenswift.draft.top_tokens import COLUMNS, VerifyTopK
+from vllm_tokenswift.draft.top_tokens import TOP_K_COLUMNS, VerifyTopK
 from vllm_tokenswift.draft.warm_up import warm_up
 from vllm_tokenswift.draft.replay import noisy_heads, replay
 from vllm_tokenswift.draft.planner.planner import PlannedRequest, Planner
@@ -87,7 +87,7 @@ for free in (False, True):
     heads = noisy_heads(text, [[0.5, 0.2], [0.3]], free)
     replay(text, Planner(cost, 64, "MODE"), 16, self_heads=heads, state=state)
     replay(text, Planner(cost, 64, "MODE"), 16, free_heads=heads, state=state)
-said = np.ones((3, COLUMNS), np.int32)
+said = np.ones((3, TOP_K_COLUMNS), np.int32)
 state.extend([5, 6], VerifyTopK(DraftTree.chain([5, 7]).truncate(1), said[:2]))
 state.draft(None, 8)
 request = PlannedRequest(state, None, state.num_tokens, 8)

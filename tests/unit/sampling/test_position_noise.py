@@ -34,7 +34,7 @@ def test_a_position_keeps_its_noise_when_those_before_it_are_committed() -> None
     ahead = draws.coming_noise()
     assert ahead is not None
     before = [ahead.noise(3, token) for token in range(50)]
-    draws.commit(3)
+    draws.drop_draws(3)
     now = draws.coming_noise()
     assert now is not None
     assert before == [now.noise(0, token) for token in range(50)]

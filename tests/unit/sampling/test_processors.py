@@ -89,9 +89,9 @@ def test_placeholders_of_async_scheduling_never_enter_the_window() -> None:
     live = LiveWindow(options, [1, 2], output)  # type: ignore[arg-type]
     for token in range(3, 30):
         output.append(-1)
-        assert live.read().tokens.tolist() == [1, 2, *output[:-1]][-4:]
+        assert live.read_output().tokens.tolist() == [1, 2, *output[:-1]][-4:]
         output[-1] = token  # vLLM writes the sampled token when it has arrived
-        assert live.read().tokens.tolist() == [1, 2, *output][-4:]
+        assert live.read_output().tokens.tolist() == [1, 2, *output][-4:]
 
 
 def test_tokens_that_vllm_takes_back_leave_the_window() -> None:
@@ -99,9 +99,9 @@ def test_tokens_that_vllm_takes_back_leave_the_window() -> None:
     output = [3, 4, 5, 6, 7, 8]
     live = LiveWindow(options, [1, 2], output)  # type: ignore[arg-type]
     del output[3:]
-    assert live.read().tokens.tolist() == [2, 3, 4, 5]
+    assert live.read_output().tokens.tolist() == [2, 3, 4, 5]
     output += [9]
-    assert live.read().tokens.tolist() == [3, 4, 5, 9]
+    assert live.read_output().tokens.tolist() == [3, 4, 5, 9]
 
 
 def test_a_step_reads_only_the_new_tokens() -> None:
@@ -118,13 +118,13 @@ def test_a_step_reads_only_the_new_tokens() -> None:
     live = LiveWindow(options, [1, 2], output)  # type: ignore[arg-type]
     Watched.read = 0
     output.append(7)
-    live.read()
+    live.read_output()
     assert Watched.read <= 3
 
 
 def test_greedy_and_unpenalised_rows_stay_as_they_are_on_runner_v1() -> None:
     windows = BatchWindows(SimpleNamespace(penalty_theta=1.0, penalty_window=8))  # type: ignore[arg-type]
-    windows.update(
+    windows.update_batch(
         SimpleNamespace(  # type: ignore[arg-type]
             removed=[],
             moved=[],

@@ -20,7 +20,7 @@ from sampling_reference import (
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 
-from vllm_tokenswift.draft.top_tokens import NOTHING, NUM_LIKELIEST
+from vllm_tokenswift.draft.top_tokens import NO_TOKEN, TOP_K
 from vllm_tokenswift.sampling.position_noise import ExponentialSampler
 from vllm_tokenswift.sampling.request_parameters import PlainDefaults
 from vllm_tokenswift.sampling.tree_sampler import (
@@ -216,10 +216,10 @@ def test_the_likeliest_are_said_where_a_hearing_request_was_sampled(whole_trees:
     ]
     (accepted, greedy, silent), _ = tree_sampler.sample_trees(logits, groups)
     assert accepted.tokens == expected
-    assert silent.said is None
-    assert greedy.said is not None
-    assert (greedy.said == NOTHING).all()
-    assert accepted.said is not None
+    assert silent.top_k is None
+    assert greedy.top_k is not None
+    assert (greedy.top_k == NO_TOKEN).all()
+    assert accepted.top_k is not None
     text = list(PROMPT)
     for node, path in ((0, []), (1, expected[:1]), (3, expected[:2])):
         seen = torch.tensor([*text, *path]).unique()
@@ -228,15 +228,15 @@ def test_the_likeliest_are_said_where_a_hearing_request_was_sampled(whole_trees:
         row = (row / 0.7).softmax(-1)
         row[row < 0.1 * row.max()] = 0.0
         chances, ids = (row / row.sum()).sort(descending=True)
-        number = min(int((chances >= 0.01).sum()), NUM_LIKELIEST)
-        said = accepted.said[node]
-        assert said[:number].tolist() == ids[:number].tolist()
-        assert (said[number:NUM_LIKELIEST] == NOTHING).all()
-        assert said.view(np.float32)[NUM_LIKELIEST : NUM_LIKELIEST + number].tolist() == (
+        number = min(int((chances >= 0.01).sum()), TOP_K)
+        top_k = accepted.top_k[node]
+        assert top_k[:number].tolist() == ids[:number].tolist()
+        assert (top_k[number:TOP_K] == NO_TOKEN).all()
+        assert top_k.view(np.float32)[TOP_K : TOP_K + number].tolist() == (
             pytest.approx(chances[:number].tolist(), rel=1e-4)
         )
     if not whole_trees:
-        assert (accepted.said[2] == NOTHING).all()
+        assert (accepted.top_k[2] == NO_TOKEN).all()
 
 
 @pytest.mark.parametrize("whole_trees", [False, True], ids=["by depth", "whole trees"])

@@ -32,7 +32,8 @@ Aliasing. Inputs are only read. Sentinels: temperature 0 takes the argmax of the
 logits; min_p 0 and epsilon 0 are off; logits of -inf are never sampled (while another is
 finite).
 
-CUDA graphs. The launch depends on shapes, on ``has_constraints`` and on whether there is ``said``.
+CUDA graphs. The launch depends on shapes, on ``has_constraints`` and on whether there is a
+``verify_top_k``.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -49,14 +50,14 @@ from vllm.v1.worker.gpu.sample.gumbel import (
 from vllm.v1.worker.gpu.sample.min_p import apply_min_p
 
 from vllm_tokenswift.cuda.top_entries import keep_largest, kept_of_row
-from vllm_tokenswift.draft.top_tokens import COLUMNS, LEAST_PROBABILITY, NOTHING, NUM_LIKELIEST
-from vllm_tokenswift.sampling.eta import apply_eta
-from vllm_tokenswift.sampling.top_tokens import likeliest_tokens
+from vllm_tokenswift.draft.top_tokens import LEAST_PROBABILITY, NO_TOKEN, TOP_K, TOP_K_COLUMNS
+from vllm_tokenswift.sampling.constraints import apply_eta
+from vllm_tokenswift.sampling.tree_sampler import top_k_rows
 
-_WIDTH = tl.constexpr(NUM_LIKELIEST)
-_COLUMNS = tl.constexpr(COLUMNS)
+_TOP_K = tl.constexpr(TOP_K)
+_COLUMNS = tl.constexpr(TOP_K_COLUMNS)
 _LEAST = tl.constexpr(LEAST_PROBABILITY)
-_NOTHING = tl.constexpr(NOTHING)
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
 def sample_rows_reference(
@@ -68,7 +69,7 @@ def sample_rows_reference(
     eta_epsilon: torch.Tensor,
     eta_alpha: torch.Tensor,
     use_fp64: bool = False,
-    said: torch.Tensor | None = None,
+    verify_top_k: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Twin of :func:`sample_rows` in vLLM's own launches: same arguments."""
     x = logits.to(torch.float32, copy=True)
@@ -76,8 +77,8 @@ def sample_rows_reference(
     apply_temperature(x, every, temperature)
     apply_min_p(x, every, min_p)
     apply_eta(x, eta_epsilon[:, None], eta_alpha[:, None])
-    if said is not None:
-        said.copy_(torch.from_numpy(likeliest_tokens(x)))
+    if verify_top_k is not None:
+        verify_top_k.copy_(torch.from_numpy(top_k_rows(x)))
     return gumbel_sample(
         x,
         every,
@@ -168,13 +169,13 @@ def _chunk_samples_kernel(
     statistics_ptr,  # [num_rows, 3, num_chunks]
     scores_ptr,  # [num_rows, num_chunks]
     tokens_ptr,  # [num_rows, num_chunks]
-    likely_ptr,  # [num_rows, num_chunks, WIDTH], see keep_largest
-    likely_tokens_ptr,  # [num_rows, num_chunks, WIDTH]
+    likely_ptr,  # [num_rows, num_chunks, TOP_K], see keep_largest
+    likely_tokens_ptr,  # [num_rows, num_chunks, TOP_K]
     sums_ptr,  # [num_rows, num_chunks]
     row_stride,
     vocab,
     num_chunks,
-    SAYS: tl.constexpr,
+    KEEPS_TOP_K: tl.constexpr,
     HAS_CONSTRAINTS: tl.constexpr,
     USE_FP64: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -205,9 +206,9 @@ def _chunk_samples_kernel(
     )
     tl.store(scores_ptr + row * num_chunks + chunk, score)
     tl.store(tokens_ptr + row * num_chunks + chunk, chunk * CHUNK + best)
-    if SAYS:
+    if KEEPS_TOP_K:
         entry = row * num_chunks + chunk
-        keep_largest(x, token, entry, likely_ptr, likely_tokens_ptr, sums_ptr, _WIDTH)
+        keep_largest(x, token, entry, likely_ptr, likely_tokens_ptr, sums_ptr, _TOP_K)
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
@@ -215,13 +216,13 @@ def _row_samples_kernel(
     scores_ptr,  # [num_rows, num_chunks]
     tokens_ptr,  # [num_rows, num_chunks]
     sampled_ptr,  # [num_rows]
-    likely_ptr,  # [num_rows, num_chunks, WIDTH]
-    likely_tokens_ptr,  # [num_rows, num_chunks, WIDTH]
+    likely_ptr,  # [num_rows, num_chunks, TOP_K]
+    likely_tokens_ptr,  # [num_rows, num_chunks, TOP_K]
     sums_ptr,  # [num_rows, num_chunks]
-    said_ptr,  # int32 [num_rows, COLUMNS]
+    top_k_ptr,  # int32 [num_rows, TOP_K_COLUMNS]
     probabilities_ptr,  # the same memory as float32
     num_chunks,
-    SAYS: tl.constexpr,
+    KEEPS_TOP_K: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -231,19 +232,19 @@ def _row_samples_kernel(
     )
     best = tl.argmax(score, 0)
     tl.store(sampled_ptr + row, tl.load(tokens_ptr + row * num_chunks + best).to(tl.int64))
-    if SAYS:
+    if KEEPS_TOP_K:
         first = row * num_chunks
         x, maximum, total = kept_of_row(
-            likely_ptr, sums_ptr, first, num_chunks, _WIDTH, CHUNKS_PADDED
+            likely_ptr, sums_ptr, first, num_chunks, _TOP_K, CHUNKS_PADDED
         )
-        candidate = tl.arange(0, CHUNKS_PADDED * _WIDTH)
-        for i in tl.static_range(_WIDTH):
+        candidate = tl.arange(0, CHUNKS_PADDED * _TOP_K)
+        for i in tl.static_range(_TOP_K):
             likeliest = tl.argmax(x, 0)
             probability = tl.exp(tl.max(x, 0) - maximum) / total
-            token = tl.load(likely_tokens_ptr + first * _WIDTH + likeliest)
-            token = tl.where(probability >= _LEAST, token, _NOTHING)
-            tl.store(said_ptr + row * _COLUMNS + i, token)
-            tl.store(probabilities_ptr + row * _COLUMNS + _WIDTH + i, probability)
+            token = tl.load(likely_tokens_ptr + first * _TOP_K + likeliest)
+            token = tl.where(probability >= _LEAST, token, _NO_TOKEN)
+            tl.store(top_k_ptr + row * _COLUMNS + i, token)
+            tl.store(probabilities_ptr + row * _COLUMNS + _TOP_K + i, probability)
             x = tl.where(candidate == likeliest, float("-inf"), x)
 
 
@@ -257,7 +258,7 @@ def sample_rows(
     eta_alpha: torch.Tensor,
     use_fp64: bool = False,
     has_constraints: bool = True,
-    said: torch.Tensor | None = None,
+    verify_top_k: torch.Tensor | None = None,
     chunk: int = 4096,
     num_warps: int = 4,
 ) -> torch.Tensor:
@@ -270,8 +271,9 @@ def sample_rows(
         greedy, 0 of min_p and of eta_epsilon switches that constraint off.
     use_fp64: noise and its sum with the logits in float64 (vLLM's ``use_fp64_gumbel``).
     has_constraints: False promises that min_p and eta_epsilon are 0 in every row.
-    said: int32 ``[num_rows, COLUMNS]``, takes each row's likeliest tokens (``draft/top_tokens.py``;
-        behind an id of -1 stands no probability); None where nobody asks for them.
+    verify_top_k: int32 ``[num_rows, TOP_K_COLUMNS]``, takes each row's likeliest tokens
+        (``draft/top_tokens.py``; behind an id of -1 stands no probability); None where nobody
+        asks for them.
     Returns int64 ``[num_rows]``.
     """
     num_rows, vocab = logits.shape
@@ -284,9 +286,9 @@ def sample_rows(
     tokens = logits.new_empty(num_rows, num_chunks, dtype=torch.int32)
     sampled = logits.new_empty(num_rows, dtype=torch.int64)
     sums = likely = likely_tokens = None
-    if said is not None:
+    if verify_top_k is not None:
         sums = logits.new_empty(num_rows, num_chunks, dtype=torch.float32)
-        likely = logits.new_empty(num_rows, num_chunks, NUM_LIKELIEST, dtype=torch.float32)
+        likely = logits.new_empty(num_rows, num_chunks, TOP_K, dtype=torch.float32)
         likely_tokens = torch.empty_like(likely, dtype=torch.int32)
     if has_constraints:
         _row_statistics_kernel[(num_rows, num_chunks)](
@@ -316,7 +318,7 @@ def sample_rows(
         logits.stride(0),
         vocab,
         num_chunks,
-        SAYS=said is not None,
+        KEEPS_TOP_K=verify_top_k is not None,
         HAS_CONSTRAINTS=has_constraints,
         USE_FP64=use_fp64,
         CHUNK=chunk,
@@ -330,10 +332,10 @@ def sample_rows(
         likely,
         likely_tokens,
         sums,
-        said,
-        None if said is None else said.view(torch.float32),
+        verify_top_k,
+        None if verify_top_k is None else verify_top_k.view(torch.float32),
         num_chunks,
-        SAYS=said is not None,
+        KEEPS_TOP_K=verify_top_k is not None,
         CHUNKS_PADDED=padded,
     )
     return sampled

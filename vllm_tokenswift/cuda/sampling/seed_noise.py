@@ -27,7 +27,7 @@ class SeedNoise(PositionDraws):
         else:
             self.seed = int(np.uint64(generator.initial_seed()).astype(np.int64))
 
-    def commit(self, num_tokens: int) -> None:
+    def drop_draws(self, num_tokens: int) -> None:
         pass
 
     def noise_from(self, position: int) -> GumbelNoise:

@@ -23,7 +23,7 @@ from vllm_tokenswift.cuda.sampling.row_parameters import ScoredRows
 from vllm_tokenswift.cuda.sampling.sample_kernel import sample_rows
 from vllm_tokenswift.cuda.sampling.seed_noise import SeedNoise
 from vllm_tokenswift.draft.gumbel_noise import GumbelNoise
-from vllm_tokenswift.draft.top_tokens import COLUMNS
+from vllm_tokenswift.draft.top_tokens import TOP_K_COLUMNS
 from vllm_tokenswift.sampling.acceptance_walk import AcceptanceWalk, Place, VerifyRows
 from vllm_tokenswift.sampling.constraints import Rows, apply_constraints
 from vllm_tokenswift.sampling.position_noise import PositionDraws
@@ -53,7 +53,7 @@ class CUDATreeSampler(TreeSampler):
         self._row_staging = Staging(self.device)
         self._draft_staging = Staging(self.device)
         self._samples = torch.empty(0, dtype=torch.int64)
-        self._said = torch.empty(0, COLUMNS, dtype=torch.int32)
+        self._top_k = torch.empty(0, TOP_K_COLUMNS, dtype=torch.int32)
         self._copied = torch.cuda.Event() if self.device.type == "cuda" else None
 
     def _new_draws(self, generator: torch.Generator | None) -> PositionDraws:
@@ -113,19 +113,19 @@ class CUDATreeSampler(TreeSampler):
 
     def _walk_sampled(self, walk: AcceptanceWalk, on_sampled: OnSampled | None) -> None:
         num_rows = len(walk.logits)
-        said = None
-        if walk.said is not None:
-            said = torch.empty(num_rows, COLUMNS, dtype=torch.int32, device=self.device)
-        sampled = self._sample_rows(walk, said)
+        top_k = None
+        if walk.top_k is not None:
+            top_k = torch.empty(num_rows, TOP_K_COLUMNS, dtype=torch.int32, device=self.device)
+        sampled = self._sample_rows(walk, top_k)
         # Copied before anything that is launched behind it, and waited for alone.
         if num_rows > len(self._samples):
             size = 2 * num_rows
             self._samples = torch.empty(size, dtype=torch.int64, pin_memory=PIN_MEMORY)
-            self._said = torch.empty(size, COLUMNS, dtype=torch.int32, pin_memory=PIN_MEMORY)
-        on_host, said_on_host = self._samples[:num_rows], self._said[:num_rows]
+            self._top_k = torch.empty(size, TOP_K_COLUMNS, dtype=torch.int32, pin_memory=PIN_MEMORY)
+        on_host, top_k_on_host = self._samples[:num_rows], self._top_k[:num_rows]
         on_host.copy_(sampled, non_blocking=True)
-        if said is not None:
-            said_on_host.copy_(said, non_blocking=True)
+        if top_k is not None:
+            top_k_on_host.copy_(top_k, non_blocking=True)
         if self._copied is not None:
             self._copied.record(current_stream())
         if on_sampled is not None:
@@ -133,16 +133,16 @@ class CUDATreeSampler(TreeSampler):
         if self._copied is not None:
             self._copied.synchronize()
         tokens = on_host.tolist()
-        if walk.said is not None:
-            walk.said[:] = said_on_host.numpy()
-            walk.silence_dead_nodes()
+        if walk.top_k is not None:
+            walk.top_k[:] = top_k_on_host.numpy()
+            walk.clear_dead_nodes()
         for root in walk.roots():
             place: Place | None = root
             while place is not None:
-                place = walk.step(place, tokens[walk.row(place)])
+                place = walk.emit_token(place, tokens[walk.row_of(place)])
 
-    def _sample_rows(self, walk: AcceptanceWalk, said: torch.Tensor | None) -> torch.Tensor:
-        """The tokens of all logits rows, int64 ``[rows]``; said: see :func:`sample_rows`."""
+    def _sample_rows(self, walk: AcceptanceWalk, top_k: torch.Tensor | None) -> torch.Tensor:
+        """The tokens of all logits rows, int64 ``[rows]``; top_k: see :func:`sample_rows`."""
         trees = [group.tree for group in walk.groups]
         rows = ScoredRows.of(walk.states, trees, all_general=walk.processed is not None)
         # Each parameter is an array of its own: rows of one array begin at any multiple of 4
@@ -171,7 +171,7 @@ class CUDATreeSampler(TreeSampler):
             eta_alpha,
             use_fp64=self._use_fp64,
             has_constraints=rows.has_constraints,
-            said=said,
+            verify_top_k=top_k,
         )
 
     def _shape_general(

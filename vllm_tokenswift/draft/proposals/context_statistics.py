@@ -33,7 +33,7 @@ import numpy.typing as npt
 from vllm_tokenswift.common.compiled import entry, inner
 from vllm_tokenswift.common.hashing import hashed
 from vllm_tokenswift.draft.exponential_noise import exponential
-from vllm_tokenswift.draft.top_tokens import NUM_LIKELIEST, Likeliest, VerifyTopK
+from vllm_tokenswift.draft.top_tokens import TOP_K, TopKRows, VerifyTopK
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
@@ -201,7 +201,7 @@ def _hear(
     recent: Ints,
     drafts: Ints,
     parents: Ints,
-    said: Likeliest,
+    said: TopKRows,
     probabilities: Weights,
     first: int,
 ) -> int:
@@ -217,7 +217,7 @@ def _hear(
         if said[node, 0] < 0:
             continue
         number = 0
-        while number < NUM_LIKELIEST and said[node, number] >= 0:
+        while number < TOP_K and said[node, number] >= 0:
             number += 1
         key, above, of_text = 0, node, 0
         for _ in range(ORDERS):
@@ -230,7 +230,7 @@ def _hear(
             key = _longer(key, token)
             row = _list_of(keys, table, pool, counts, key, number)
             for place in range(number):
-                probability = probabilities[node, NUM_LIKELIEST + place]
+                probability = probabilities[node, TOP_K + place]
                 _add(table, pool, counts, row, said[node, place], probability)
     return len(said)
 
@@ -417,7 +417,7 @@ class ContextTable:
 
     def hear(self, tokens: Ints, heard: VerifyTopK) -> None:
         """Append the tokens, int32, that a verify pass emitted, and count what it said."""
-        tree, said = heard.tree, heard.said
+        tree, said = heard.tree, heard.top_k
         node = 0
         while True:
             node = _hear(

@@ -18,7 +18,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from vllm_tokenswift.draft.top_tokens import COLUMNS, NOTHING, NUM_LIKELIEST
+from vllm_tokenswift.draft.top_tokens import NO_TOKEN, TOP_K, TOP_K_COLUMNS
 from vllm_tokenswift.engine.next_step import NextStep
 from vllm_tokenswift.metrics import Stats
 from vllm_tokenswift.sampling.acceptance_walk import VerifyResult, VerifyRows
@@ -116,8 +116,8 @@ def _step_ms(
     runner: TokenSwiftRunnerMixin, next_step: NextStep, req_ids: Sequence[str], tokens: list[int]
 ) -> float:
     groups = [VerifyRows(req_id, EMPTY_TREE) for req_id in req_ids]
-    said = np.full((1, COLUMNS), NOTHING, np.int32)
-    said[0, 0], said[0, NUM_LIKELIEST] = tokens[0], np.float32(1.0).view(np.int32)
+    said = np.full((1, TOP_K_COLUMNS), NO_TOKEN, np.int32)
+    said[0, 0], said[0, TOP_K] = tokens[0], np.float32(1.0).view(np.int32)
     heard = [said if runner.request_states[req_id].wants_top_k else None for req_id in req_ids]
     accepted = [VerifyResult([], tokens, of_request) for of_request in heard]
     num_rows = len(req_ids) * (1 + runner.num_spec_tokens)

@@ -22,6 +22,11 @@ class LiveWindow:
     tokens back (after a failed KV load). What counts is the list when the window is
     read; placeholders that still stand at its end belong to rows whose sample is
     thrown away.
+
+    Args:
+        options: the request's theta and W.
+        prompt: its token ids.
+        output: vLLM's own list, kept and read again.
     """
 
     def __init__(self, options: RequestOptions, prompt: Sequence[int], output: list[int]) -> None:
@@ -31,16 +36,17 @@ class LiveWindow:
         self._output = output
         self._seen = 0  # output tokens that the window has taken in
         self.window = TokenWindow.over(self._size, prompt, ())
-        self.read()
+        self.read_output()
 
-    def read(self) -> TokenWindow:
+    def read_output(self) -> TokenWindow:
+        """The window at the output's present end."""
         known = self._num_known()
         if known < self._seen:
             newest = self._output[max(known - self._size, 0) : known]
             self.window = TokenWindow.over(self._size, self._prompt, newest)
         else:
             unread = max(self._seen, known - self._size)
-            self.window.extend(self._output[unread:known])
+            self.window.append_tokens(self._output[unread:known])
         self._seen = known
         return self.window
 
@@ -52,21 +58,34 @@ class LiveWindow:
 
 
 class BatchWindows:
-    """Live windows of the requests that are penalised, by their row in the batch."""
+    """Live windows of the requests that are penalised, by their row in the batch.
+
+    Args:
+        defaults: theta and W of requests that name none.
+    """
 
     def __init__(self, defaults: PenaltyDefaults) -> None:
         self._defaults = defaults
         self._windows: dict[int, LiveWindow] = {}
 
-    def update(self, batch_update: BatchUpdate | None) -> None:
+    def update_batch(self, batch_update: BatchUpdate | None) -> None:
+        """Follows vLLM's batch: requests come, go and change places.
+
+        Args:
+            batch_update: what changed; None where only outputs grew.
+        """
         process_dict_updates(self._windows, batch_update, self._new_window)
         # Tokens taken back must be noticed before others stand in their place.
         for window in self._windows.values():
-            window.read()
+            window.read_output()
 
     def penalise(self, logits: torch.Tensor) -> None:
-        """logits: float32 ``[batch rows, vocab]``, changed in place."""
-        windows = {row: window.read() for row, window in self._windows.items()}
+        """Penalises every row whose request asks for it.
+
+        Args:
+            logits: float32 ``[batch rows, vocab]``, changed in place.
+        """
+        windows = {row: window.read_output() for row, window in self._windows.items()}
         # A prompt of embeddings has no token ids: nothing to penalise at first.
         rows = [row for row, window in windows.items() if len(window.tokens)]
         if not rows:

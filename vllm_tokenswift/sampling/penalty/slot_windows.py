@@ -19,7 +19,12 @@ from vllm_tokenswift.sampling.request_parameters import PenaltyDefaults, Request
 
 
 class SlotWindows:
-    """theta and W of every request slot; the windows themselves lie in vLLM's buffers."""
+    """theta and W of every request slot; the windows themselves lie in vLLM's buffers.
+
+    Args:
+        defaults: theta and W of requests that name none.
+        states: vLLM's request states, which hold the tokens.
+    """
 
     def __init__(self, defaults: PenaltyDefaults, states: LogitsProcRequestState) -> None:
         self._defaults = defaults
@@ -30,22 +35,35 @@ class SlotWindows:
         self._size = torch.ones(states.max_num_reqs, dtype=torch.int64, device=states.device)
         self._staged = False
 
-    def add(self, slot: int, sampling_params: SamplingParams) -> bool:
-        """Whether the request's logits will be changed."""
+    def add_request(self, slot: int, sampling_params: SamplingParams) -> bool:
+        """Takes in the request of a slot; :meth:`apply_staged_writes` makes it count.
+
+        Returns:
+            Whether the request's logits will be changed.
+
+        Raises:
+            ValueError: a parameter of the request is not allowed.
+        """
         options = RequestOptions.from_sampling_params(sampling_params, self._defaults)
         self._theta_host[slot] = options.penalty_theta
         self._size_host[slot] = options.penalty_window
         self._staged = True
         return options.penalty_theta != 1.0
 
-    def flush(self) -> None:
+    def apply_staged_writes(self) -> None:
+        """Copies what was taken in to the device."""
         if self._staged:
             self._theta.copy_(torch.from_numpy(self._theta_host))
             self._size.copy_(torch.from_numpy(self._size_host))
             self._staged = False
 
     def penalise(self, logits: torch.Tensor, ctx: LogitsContext) -> None:
-        """logits: float32 ``[logits rows, vocab]``, changed in place."""
+        """Penalises every row whose request asks for it.
+
+        Args:
+            logits: float32 ``[logits rows, vocab]``, changed in place.
+            ctx: which row is whose, as vLLM lays the step out.
+        """
         slots = ctx.idx_mapping_np[self._theta_host[ctx.idx_mapping_np] != 1.0]
         if not len(slots):
             return

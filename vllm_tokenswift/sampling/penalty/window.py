@@ -1,4 +1,4 @@
-"""The windowed penalty (the paper's contextual penalty, its equation "repeat").
+"""The windowed penalty (the paper's contextual penalty, its Eq. 4).
 
 For each *distinct* token among the last W tokens of the sequence (prompt
 included), a positive logit is divided by theta and a negative one multiplied.
@@ -23,21 +23,32 @@ class TokenWindow:
     """The last W tokens of one sequence, in order; appending costs amortised O(1).
 
     The buffer holds 2W tokens; when it is full the newest W move to its front.
+
+    Args:
+        size: the paper's W, at least 1.
+        history: the sequence so far, or its end.
     """
 
     def __init__(self, size: int, history: Sequence[int]) -> None:
         self.size = size
         self._buffer = np.zeros(2 * size, np.int64)
         self._end = 0
-        self.extend(history[-size:])
+        self.append_tokens(history[-size:])
 
     @classmethod
     def over(cls, size: int, prompt: Sequence[int], output: Sequence[int]) -> TokenWindow:
-        """The window at the end of ``prompt + output``, reading only what it needs."""
+        """The window at the end of ``prompt + output``, reading only what it needs.
+
+        Args:
+            size: the paper's W in tokens, at least 1.
+            prompt: token ids.
+            output: token ids.
+        """
         missing = max(size - len(output), 0)
         return cls(size, [*(prompt[-missing:] if missing else ()), *output[-size:]])
 
-    def extend(self, tokens: Sequence[int]) -> None:
+    def append_tokens(self, tokens: Sequence[int]) -> None:
+        """The sequence goes on with these tokens; the oldest leave the window."""
         tokens = tokens[-self.size :]
         if self._end + len(tokens) > len(self._buffer):
             kept = self.tokens.copy()
@@ -58,11 +69,17 @@ def window_indices(
     paths: Sequence[Sequence[int]],
     device: torch.device,
 ) -> torch.Tensor:
-    """The tokens to penalise in each row: int64 ``[rows, W + depth]``, with repeats.
+    """The tokens to penalise in each row.
 
-    windows: one per request, not empty; W here is the largest among them.
-    owners: for each row, its request's index in ``windows``.
-    paths: for each row, the draft tokens from the root's child down to its node.
+    Args:
+        windows: one per request, none empty.
+        owners: for each row, its request's index in ``windows``.
+        paths: for each row, the draft tokens from the root's child down to its node.
+        device: of the result.
+
+    Returns:
+        int64 ``[rows, W + depth]``, with repeats; W is that of the largest window, depth the
+        longest path's length.
     """
     texts = [window.tokens for window in windows]
     length = np.array([[len(text)] for text in texts])[owners]  # [rows, 1]
@@ -102,10 +119,11 @@ def penalise(
 ) -> None:
     """Apply the penalty in place.
 
-    logits: float32 ``[num_rows, vocab]``.
-    rows: int64 ``[n, 1]``, the logits rows to change.
-    tokens: int64 ``[n, m]``, what to penalise in each; repeats are allowed.
-    theta: float32 ``[n, 1]``.
+    Args:
+        logits: float32 ``[num_rows, vocab]``.
+        rows: int64 ``[n, 1]``, the logits rows to change.
+        tokens: int64 ``[n, m]``, what to penalise in each; repeats are allowed.
+        theta: float32 ``[n, 1]``, at least 1.
     """
     values = logits[rows, tokens]  # [n, m]
     logits[rows, tokens] = torch.where(values > 0, values / theta, values * theta)

@@ -58,7 +58,7 @@ def requests_of(tree_sampler: CUDATreeSampler) -> None:
     for name, kind in kinds.items():
         generator = torch.Generator().manual_seed(kind["seed"]) if "seed" in kind else None
         prompt = list(range(4, 20)) if "extra_args" in kind else [1, 2, 3]
-        tree_sampler.add(name, SamplingParams(**kind), prompt, [], generator)
+        tree_sampler.add_request(name, SamplingParams(**kind), prompt, [], generator)
 
 
 def head_drafts(device: torch.device, at_once: bool) -> HeadDrafter:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vllm_tokenswift.cuda.sampling.sample_kernel import sample_rows, sample_rows_reference
-from vllm_tokenswift.draft.top_tokens import COLUMNS, NUM_LIKELIEST
+from vllm_tokenswift.draft.top_tokens import TOP_K, TOP_K_COLUMNS
 
 
 def sampling_case(
@@ -54,15 +54,15 @@ def test_the_likeliest_are_those_of_the_constrained_row(
         case["min_p"][::3] = 0.1
         case["eta_epsilon"][1::3] = 0.02
         case["eta_alpha"][1::3] = 0.02**0.5
-    shape = (12, COLUMNS)
+    shape = (12, TOP_K_COLUMNS)
     actual, expected = (torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(2))
-    sampled = sample_rows(**case, has_constraints=has_constraints, said=actual, chunk=512)
-    assert sampled.tolist() == sample_rows_reference(**case, said=expected).tolist()
-    tokens = expected[:, :NUM_LIKELIEST]
-    assert actual[:, :NUM_LIKELIEST].tolist() == tokens.tolist()
+    sampled = sample_rows(**case, has_constraints=has_constraints, verify_top_k=actual, chunk=512)
+    assert sampled.tolist() == sample_rows_reference(**case, verify_top_k=expected).tolist()
+    tokens = expected[:, :TOP_K]
+    assert actual[:, :TOP_K].tolist() == tokens.tolist()
     assert (tokens[5] >= 0).sum() == 1
     assert (tokens[0] >= 0).sum() > 1
-    probabilities = [rows.view(torch.float32)[:, NUM_LIKELIEST:] for rows in (actual, expected)]
+    probabilities = [rows.view(torch.float32)[:, TOP_K:] for rows in (actual, expected)]
     torch.testing.assert_close(
         probabilities[0][tokens >= 0], probabilities[1][tokens >= 0], rtol=1e-5, atol=0
     )

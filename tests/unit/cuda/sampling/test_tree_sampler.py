@@ -13,7 +13,7 @@ from vllm_tokenswift.cuda.sampling import tree_sampler as sampler_module
 from vllm_tokenswift.cuda.sampling.row_parameters import path_tokens
 from vllm_tokenswift.cuda.sampling.seed_noise import SeedNoise
 from vllm_tokenswift.cuda.sampling.tree_sampler import CUDATreeSampler
-from vllm_tokenswift.draft.top_tokens import COLUMNS, NUM_LIKELIEST
+from vllm_tokenswift.draft.top_tokens import TOP_K, TOP_K_COLUMNS
 from vllm_tokenswift.sampling.request_parameters import PlainDefaults
 from vllm_tokenswift.sampling.tree_sampler import TreeSampler, VerifyRows
 from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
@@ -90,19 +90,19 @@ def test_what_is_likeliest_is_said_at_every_node_that_was_verified(
     logits = torch.randn(11, VOCAB, generator=torch.Generator().manual_seed(1)) * 2
     (whole, silent, _, beside), _ = fast.sample_trees(logits.to(device), groups)
     (expected, _, _, _), _ = general.sample_trees(logits, groups)
-    assert whole.said is not None
-    assert expected.said is not None
-    assert beside.said is not None
-    assert silent.said is None
-    assert whole.said.shape == (6, COLUMNS)
-    assert (whole.said[:, 0] >= 0).all()
-    assert (beside.said[:, 0] >= 0).tolist() == [True, False, False]
+    assert whole.top_k is not None
+    assert expected.top_k is not None
+    assert beside.top_k is not None
+    assert silent.top_k is None
+    assert whole.top_k.shape == (6, TOP_K_COLUMNS)
+    assert (whole.top_k[:, 0] >= 0).all()
+    assert (beside.top_k[:, 0] >= 0).tolist() == [True, False, False]
     walked = [0, *expected.nodes]
-    ids = expected.said[walked, :NUM_LIKELIEST]
-    assert whole.said[walked, :NUM_LIKELIEST].tolist() == ids.tolist()
+    ids = expected.top_k[walked, :TOP_K]
+    assert whole.top_k[walked, :TOP_K].tolist() == ids.tolist()
     np.testing.assert_allclose(
-        whole.said[walked].view(np.float32)[:, NUM_LIKELIEST:][ids >= 0],
-        expected.said[walked].view(np.float32)[:, NUM_LIKELIEST:][ids >= 0],
+        whole.top_k[walked].view(np.float32)[:, TOP_K:][ids >= 0],
+        expected.top_k[walked].view(np.float32)[:, TOP_K:][ids >= 0],
         rtol=1e-4,
     )
 

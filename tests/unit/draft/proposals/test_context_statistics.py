@@ -24,10 +24,10 @@ from vllm_tokenswift.draft.proposals.context_statistics import (
     mix_followers,
 )
 from vllm_tokenswift.draft.top_tokens import (
-    COLUMNS,
-    NOTHING,
-    NUM_LIKELIEST,
-    Likeliest,
+    NO_TOKEN,
+    TOP_K,
+    TOP_K_COLUMNS,
+    TopKRows,
     VerifyTopK,
 )
 from vllm_tokenswift.tree import EMPTY_TREE, DraftTree, Source
@@ -201,14 +201,14 @@ def test_what_contexts_offer_is_theirs_and_keeps_to_the_depth_that_is_asked() ->
         assert tree.depths.max() <= limit
 
 
-def said(*rows: dict[int, float]) -> Likeliest:
+def said(*rows: dict[int, float]) -> TopKRows:
     """Rows of the likeliest tokens and their probabilities."""
-    packed = np.full((len(rows), COLUMNS), NOTHING, np.int32)
+    packed = np.full((len(rows), TOP_K_COLUMNS), NO_TOKEN, np.int32)
     for row, likely in zip(packed, rows, strict=True):
         row[: len(likely)] = list(likely)
-        row[NUM_LIKELIEST : NUM_LIKELIEST + len(likely)] = np.array(
-            list(likely.values()), np.float32
-        ).view(np.int32)
+        row[TOP_K : TOP_K + len(likely)] = np.array(list(likely.values()), np.float32).view(
+            np.int32
+        )
     return packed
 
 

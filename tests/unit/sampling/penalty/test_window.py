@@ -30,7 +30,7 @@ def test_the_window_is_the_last_tokens_after_any_number_of_appends() -> None:
         for _ in range(300):
             new = [rng.randrange(VOCAB) for _ in range(rng.choice([0, 1, 1, 2, 7, 150]))]
             text += new
-            window.extend(new)
+            window.append_tokens(new)
             assert window.tokens.tolist() == text[-size:]
 
 
@@ -46,7 +46,7 @@ def test_memory_of_a_window_does_not_grow_with_the_text() -> None:
     window = TokenWindow(8, [1])
     buffer = window._buffer
     for token in range(10_000):
-        window.extend([token])
+        window.append_tokens([token])
     assert window._buffer is buffer
 
 
