@@ -31,7 +31,7 @@ that they propose the same tokens for TARGET:
 
 They read the hidden state and the embeddings, which hold zeros after the small model's
 dimensions, and leave zeros there: their norms follow the rule of the model's, and their
-matrices are padded with zeros. The hidden layer of the conditioned form is widened by the
+matrices are padded with zeros. The hidden layer of the sequential form is widened by the
 ratio of the hidden sizes, so that it costs what the large model's would; its added units
 are filled as above and feed only weights of zero. Where TARGET is there already, only the
 heads are written.
@@ -194,7 +194,7 @@ class Widening:
         return wide
 
     def _draft_width(self, width: int) -> int:
-        """Of a conditioned head's hidden layer, from that of the small one."""
+        """Of a sequential head's hidden layer, from that of the small one."""
         return width * self.large.hidden_size // self.small.hidden_size
 
     def _padded(self, weight: torch.Tensor, columns: int) -> torch.Tensor:
@@ -385,7 +385,7 @@ def widen_heads(heads_path: str | Path, target_folder: Path, out: Path) -> None:
         small.num_heads,
         target.hidden_size,
         target.rms_norm_eps,
-        layers[0]["up.weight"].shape[0] if small.conditioned else 0,
+        layers[0]["up.weight"].shape[0] if small.is_sequential else 0,
         small.vocabulary,
     )
     for layer, weights in zip(heads.layers, layers, strict=True):

@@ -63,7 +63,7 @@ from vllm_tokenswift.cuda.sampling.sample_kernel import sample_rows, sample_rows
 from vllm_tokenswift.cuda.sampling.seed_noise import SeedNoise
 from vllm_tokenswift.draft.top_tokens import NO_TOKEN, TOP_K, TOP_K_COLUMNS
 from vllm_tokenswift.engine.head_beam import BEAM_WIDTH
-from vllm_tokenswift.heads.model import ConditionedHead
+from vllm_tokenswift.heads.model import SequentialHead
 from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
 from vllm_tokenswift.sampling.penalty.window import penalise
 from vllm_tokenswift.tree import DraftTree
@@ -423,7 +423,7 @@ def check_heads(report: Report) -> None:
 
 @torch.inference_mode()
 def check_head_states(report: Report, hidden: int, dtype: torch.dtype) -> None:
-    layer = ConditionedHead(hidden, eps=1e-6, width=40).to(DEVICE, dtype)
+    layer = SequentialHead(hidden, eps=1e-6, width=40).to(DEVICE, dtype)
     for weight in layer.parameters():
         torch.nn.init.normal_(weight, std=0.1)
     rows = torch.tensor([0, 0, 2, 1, 1, 2], device=DEVICE)

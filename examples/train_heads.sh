@@ -19,5 +19,5 @@ heads=${2:?$usage}
 tokens=${3:-1000000}
 shift $(($# < 3 ? $# : 3))
 vllm-tokenswift train --model "$model" --self-distill "$tokens" --out "$heads" \
-    --form conditioned --vocabulary 8192 --learning-rate 3e-3 --num-steps 1000 \
+    --form sequential --vocabulary 8192 --learning-rate 3e-3 --num-steps 1000 \
     --batch-size 24 --grad-accumulation 1 --seq-tokens 2048 "$@"

@@ -31,9 +31,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def conditioned_heads(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sequential_heads(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Untrained, of half the vocabulary."""
-    made = untrained_heads("conditioned", tiny_model, vocabulary_size=VOCABULARY // 2)
+    made = untrained_heads("sequential", tiny_model, vocabulary_size=VOCABULARY // 2)
     for layer in made.layers:  # sharp enough that a path goes on
         torch.nn.init.normal_(layer.down.weight, std=2.0)
-    return write_heads(made, tiny_model, tmp_path_factory.mktemp("conditioned"))
+    return write_heads(made, tiny_model, tmp_path_factory.mktemp("sequential"))

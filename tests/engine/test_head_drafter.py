@@ -1,4 +1,4 @@
-"""Conditioned heads along paths in a bfloat16 engine: compiled where torch would do it."""
+"""Sequential heads along paths in a bfloat16 engine: compiled where torch would do it."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def always_asked(llm):
 
 
 @pytest.mark.skipif(not head_chain.is_compiled(), reason="installed without a C compiler")
-def test_compiled_heads_draft_what_torch_drafts(tiny_model, conditioned_heads):
-    options = {"heads": str(conditioned_heads), "self_draft": "off", "plan": "auto"}
+def test_compiled_heads_draft_what_torch_drafts(tiny_model, sequential_heads):
+    options = {"heads": str(sequential_heads), "self_draft": "off", "plan": "auto"}
     with engine(tiny_model, dtype="bfloat16", **tokenswift(**options)) as llm:
         drafts = always_asked(llm)
         descent, original = drafts._descent, drafts.candidates
@@ -64,8 +64,8 @@ def test_compiled_heads_draft_what_torch_drafts(tiny_model, conditioned_heads):
 
 
 @pytest.mark.skipif(not head_chain.is_compiled(), reason="installed without a C compiler")
-def test_batches_too_large_for_the_compiled_heads_go_through_torch(tiny_model, conditioned_heads):
-    options = {"heads": str(conditioned_heads), "self_draft": "off", "plan": "auto"}
+def test_batches_too_large_for_the_compiled_heads_go_through_torch(tiny_model, sequential_heads):
+    options = {"heads": str(sequential_heads), "self_draft": "off", "plan": "auto"}
     largest = head_chain.MAX_ROWS // head_chain.BEAM_WIDTH
     count = largest + 2
     with engine(tiny_model, dtype="bfloat16", max_num_seqs=count, **tokenswift(**options)) as llm:
@@ -86,11 +86,11 @@ def test_batches_too_large_for_the_compiled_heads_go_through_torch(tiny_model, c
 
 
 @pytest.mark.skipif(not head_chain.is_compiled(), reason="installed without a C compiler")
-def test_heads_begin_for_all_that_may_where_most_asked(tiny_model, conditioned_heads, monkeypatch):
+def test_heads_begin_for_all_that_may_where_most_asked(tiny_model, sequential_heads, monkeypatch):
     """As on a GPU, where they run by themselves; a bias is over the whole vocabulary."""
     monkeypatch.setattr(CPUHeadBeam, "runs_ahead", True)
     began, descended = [], []
-    options = {"heads": str(conditioned_heads), "self_draft": "off", "plan": "auto"}
+    options = {"heads": str(sequential_heads), "self_draft": "off", "plan": "auto"}
     with engine(tiny_model, dtype="bfloat16", **tokenswift(**options)) as llm:
         drafts = always_asked(llm)
         launch_free, launch = drafts.launch_free, drafts._descent.launch
@@ -120,14 +120,14 @@ def test_heads_begin_for_all_that_may_where_most_asked(tiny_model, conditioned_h
     assert len(descended) <= len(began) + 4
 
 
-def test_tokens_are_plain_vllms_in_bfloat16_too(tiny_model, conditioned_heads):
+def test_tokens_are_plain_vllms_in_bfloat16_too(tiny_model, sequential_heads):
     """Chains only: side chains and plain decoding may round a near tie differently."""
     prompts = [prompt_of(20, 0), prompt_of(45, 1)]
     params = [penalised(60), SamplingParams(max_tokens=60, seed=3, ignore_eos=True)]
     processors = {"logits_processors": ["vllm_tokenswift.sampling.processors:WindowedPenalty"]}
     with engine(tiny_model, dtype="bfloat16", **processors) as llm:
         plain = generate(llm, prompts, params)
-    options = {"heads": str(conditioned_heads), "self_draft": "off", "plan": "auto"}
+    options = {"heads": str(sequential_heads), "self_draft": "off", "plan": "auto"}
     with engine(tiny_model, dtype="bfloat16", **tokenswift(**options)) as llm:
         always_asked(llm)
         assert generate(llm, prompts, params) == plain

@@ -164,11 +164,11 @@ def test_nothing_of_several_passes_survives_in_the_verified_cache(tiny_model):
     assert difference < 2e-5
 
 
-@pytest.fixture(scope="module", params=["linear", "conditioned"])
-def heads(request, tiny_model, conditioned_heads, tmp_path_factory):
+@pytest.fixture(scope="module", params=["linear", "sequential"])
+def heads(request, tiny_model, sequential_heads, tmp_path_factory):
     """Untrained heads: such that look at tokens, and such that do not."""
-    if request.param == "conditioned":
-        return conditioned_heads
+    if request.param == "sequential":
+        return sequential_heads
     made = untrained_heads(request.param, tiny_model)
     return write_heads(made, tiny_model, tmp_path_factory.mktemp(request.param))
 

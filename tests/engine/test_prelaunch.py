@@ -97,9 +97,9 @@ def test_texts_are_plain_vllm_s_when_requests_arrive_unforeseen(tiny_model, runs
         assert runner_of(llm).stats.num_passes_dropped > 0
 
 
-def test_draft_passes_and_heads_may_come_between(tiny_model, conditioned_heads, runs_ahead):
+def test_draft_passes_and_heads_may_come_between(tiny_model, sequential_heads, runs_ahead):
     plain = plain_texts(tiny_model, PROMPTS[:5], PARAMS[:5])
-    options = {"budget_tokens": 64, "refresh_tokens": 8, "heads": str(conditioned_heads)}
+    options = {"budget_tokens": 64, "refresh_tokens": 8, "heads": str(sequential_heads)}
     with engine(tiny_model, **tokenswift(self_draft="always", **options)) as llm:
         assert generate(llm, PROMPTS[:5], PARAMS[:5]) == plain
         assert runner_of(llm).stats.drafted_by_source["heads"] > 0

@@ -17,7 +17,7 @@ def train(model: Path, out: Path, num_tokens: int) -> str:
     command += ["--self-distill", num_tokens, "--text-tokens", 40, "--texts-per-round", 4]
     command += ["--sampling", '{"temperature": 1.0, "min_p": 0.1}']
     command += ["--engine", '{"enforce_eager": true, "max_model_len": 256, "max_num_seqs": 4}']
-    command += ["--form", "conditioned", "--vocabulary", 64, "--num-steps", 2]
+    command += ["--form", "sequential", "--vocabulary", 64, "--num-steps", 2]
     command += ["--batch-size", 2, "--grad-accumulation", 1, "--seq-tokens", 64]
     command += ["--held-out", 0.2, "--dtype", "float32"]
     run = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)

@@ -41,14 +41,14 @@ def written_by(model: Path, heads: Path, **arguments: Any) -> dict[str, Any]:
 
 
 def test_two_ranks_write_what_one_writes_and_count_alike(
-    tiny_model: Path, conditioned_heads: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, sequential_heads: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = written_by(tiny_model, conditioned_heads)
+    one = written_by(tiny_model, sequential_heads)
     # A core may be all there is for both.
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    two = written_by(tiny_model, conditioned_heads, **ranks)
+    two = written_by(tiny_model, sequential_heads, **ranks)
     assert two["texts"] == one["texts"]
     first, second = two["stats"]
     assert first == second

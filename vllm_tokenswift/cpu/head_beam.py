@@ -1,4 +1,4 @@
-"""Conditioned heads on a CPU in one call of compiled code (``cpu/head_chain.py``)."""
+"""Sequential heads on a CPU in one call of compiled code (``cpu/head_chain.py``)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vllm_tokenswift.sampling.sampling_state import SamplingState
 class CPUHeadBeam:
     """See :class:`~vllm_tokenswift.engine.head_beam.HeadBeam`.
 
-    heads: of the conditioned form. part: the vocabulary they propose. lm_rows: ``[part,
+    heads: of the sequential form. part: the vocabulary they propose. lm_rows: ``[part,
     hidden]``, the LM head's rows of it. least_chance: of a path that is followed.
     """
 

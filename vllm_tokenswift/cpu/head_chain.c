@@ -1,4 +1,4 @@
-/* Conditioned heads on a CPU, all of them along the likeliest paths, in one call.
+/* Sequential heads on a CPU, all of them along the likeliest paths, in one call.
  *
  * What the torch modules of heads/model.py compute in some twenty operations a head, done in
  * one. After a pass of the target the caches hold the target, so that each operation of torch

@@ -1,4 +1,4 @@
-"""Conditioned heads on a CPU, along the likeliest paths in one call of compiled code.
+"""Sequential heads on a CPU, along the likeliest paths in one call of compiled code.
 
 ``head_chain.c`` is compiled at installation where there is a C compiler. Without it the heads
 go through torch, one by one, which takes three times as long.
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_tokenswift.heads.model import ConditionedHead, DraftHeads
+from vllm_tokenswift.heads.model import DraftHeads, SequentialHead
 
 # As in head_chain.c; TOP and BEAM_WIDTH as in engine/head_beam.py.
 MAX_ROWS = 32
@@ -122,7 +122,7 @@ class LogitScales:
 class CpuHeadChain:
     """The heads' weights in int8, and their run.
 
-    heads: of the ``conditioned`` form, with a vocabulary of at least :data:`TOP` tokens.
+    heads: of the ``sequential`` form, with a vocabulary of at least :data:`TOP` tokens.
     lm_rows, embeddings: ``[vocabulary of the heads, hidden]``, the rows of the target's LM
     head and embedding for it.
     """
@@ -135,7 +135,7 @@ class CpuHeadChain:
         self._run = library.tokenswift_descend
         self._kept: list[torch.Tensor] = []  # what the structures point to
         self._heads = (_Head * heads.num_heads)(
-            *(self._head(cast("ConditionedHead", layer)) for layer in heads.layers)
+            *(self._head(cast("SequentialHead", layer)) for layer in heads.layers)
         )
         self._chain = _Chain(
             ctypes.addressof(self._heads),
@@ -160,7 +160,7 @@ class CpuHeadChain:
         steps = (wide / scale[:, None]).round_().to(torch.int8)
         return _Linear(self._pointer(steps), self._pointer(scale), weight.shape[1], len(weight))
 
-    def _head(self, head: ConditionedHead) -> _Head:
+    def _head(self, head: SequentialHead) -> _Head:
         return _Head(
             self._pointer(head.input_layernorm.weight.float()),
             self._pointer(head.token_layernorm.weight.float()),

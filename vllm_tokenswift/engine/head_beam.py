@@ -1,4 +1,4 @@
-"""The seam behind which a platform runs all conditioned heads at once, path by path.
+"""The seam behind which a platform runs all sequential heads at once, path by path.
 
 Without it :class:`~vllm_tokenswift.engine.head_drafter.HeadDrafter` goes from head to head
 itself, and waits for each.

@@ -1,7 +1,7 @@
 """What a draft pass and the heads offer: from hidden states to rows of likely tokens.
 
 Heads that do not look at tokens answer for every depth at once: one pass of the LM head over
-all of them. Conditioned heads go depth by depth along the likeliest paths, since each has to
+all of them. Sequential heads go depth by depth along the likeliest paths, since each has to
 know the token before the one it predicts; their rows of all paths and requests share one
 pass over the weights, which is what a head costs. Where the platform can, it runs them all at
 once (``engine/head_beam.py``); the way from head to head is for fixed plans, large batches, and
@@ -27,7 +27,7 @@ from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
 if TYPE_CHECKING:
     from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
 
-# The least chance of a path that conditioned heads go on with: below it a head costs more
+# The least chance of a path that sequential heads go on with: below it a head costs more
 # than the token it might bring.
 _LEAST_CHANCE = 0.1
 # Rows of the LM head that are read at a time, as logits of that many unit vectors.
@@ -119,7 +119,7 @@ class HeadDrafter:
         self._launched: tuple[HeadRequest, ...] = ()
 
     def _platform_descent(self, runner: TokenSwiftRunnerMixin) -> HeadBeam | None:
-        if self.heads is None or not self.heads.conditioned or self.options.plan != "auto":
+        if self.heads is None or not self.heads.is_sequential or self.options.plan != "auto":
             return None
         if self._part is None or self._lm_rows is None:
             return None
@@ -142,7 +142,7 @@ class HeadDrafter:
             # Every head has its say, and the noise picks among many what deserves a node.
             depths = (self.heads.num_heads if self.heads is not None else 0) + (not free)
             widths = [OFFERED_TOKENS] * depths
-        if start is not None and self.heads is not None and self.heads.conditioned:
+        if start is not None and self.heads is not None and self.heads.is_sequential:
             rows = [SelfDraftRows() for _ in requests]
             if own is not None:
                 top = self.own_top(requests, own, widths[0])
@@ -178,7 +178,7 @@ class HeadDrafter:
         """
         if start is None or self.heads is None:
             return [_below_passes(rows, [], []) for rows in own]
-        if not self.heads.conditioned:
+        if not self.heads.is_sequential:
             logits = self.model.compute_logits(torch.cat(self.heads(start)))
             req_ids = [request.req_id for request in requests] * self.heads.num_heads
             tokens, values = self._top(
@@ -207,8 +207,8 @@ class HeadDrafter:
         if self._descent is not None:
             return self._descent.alone()
         start = torch.ones(1, self.hidden_size, dtype=self.dtype, device=self.device)
-        if self.heads.conditioned:
-            _, reads = self.heads.step(0, start, self._embedded([0]))
+        if self.heads.is_sequential:
+            _, reads = self.heads.run_head(0, start, self._embedded([0]))
         else:
             reads = torch.cat(self.heads(start))
         return self._top(self._own_logits(reads).float().softmax(dim=-1), OFFERED_TOKENS)[0]
@@ -314,7 +314,7 @@ class HeadDrafter:
                 [rows] = self._staging.to_device(np.array(before, np.int64))
                 states = states[rows]
             embedded = self._embedded([path.token for path in paths])
-            states, read = self.heads.step(index, states, embedded)
+            states, read = self.heads.run_head(index, states, embedded)
             if scales is None:
                 req_ids = [requests[path.request].req_id for path in paths]
                 top = self._top(

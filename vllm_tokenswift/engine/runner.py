@@ -159,7 +159,7 @@ class TokenSwiftRunnerMixin(_Runner):
     def make_descent(
         self, heads: DraftHeads, part: DraftVocabulary, lm_rows: torch.Tensor, least_chance: float
     ) -> HeadBeam | None:
-        """All conditioned heads at once, where the platform has a way to run them so."""
+        """All sequential heads at once, where the platform has a way to run them so."""
         return None
 
     # What the cost curve times.

@@ -5,7 +5,7 @@
     fingerprint and shape, and the record of the training) and ``heads.safetensors`` with
     ``heads.{i}.linear.weight`` ``[hidden, hidden]`` and, in the released form,
     ``heads.{i}.input_layernorm.weight`` and ``heads.{i}.post_layernorm.weight``
-    ``[hidden]``. Heads of the conditioned form have ``up.weight`` ``[width, 2 hidden]``,
+    ``[hidden]``. Heads of the sequential form have ``up.weight`` ``[width, 2 hidden]``,
     ``down.weight`` ``[hidden, width]`` and ``token_layernorm.weight`` in place of the linear
     layer and, where they propose a part of the vocabulary only, ``vocabulary`` ``[tokens]``.
     Holds heads of any form.
@@ -46,7 +46,7 @@ _NORMS = ("input_layernorm.weight", "post_layernorm.weight")
 _PARTS = {
     HeadForm.LINEAR: ("linear.weight",),
     HeadForm.RELEASED: ("linear.weight", *_NORMS),
-    HeadForm.CONDITIONED: ("up.weight", "down.weight", "token_layernorm.weight", *_NORMS),
+    HeadForm.SEQUENTIAL: ("up.weight", "down.weight", "token_layernorm.weight", *_NORMS),
 }
 
 
@@ -54,12 +54,19 @@ _PARTS = {
 class HeadsInfo:
     """What a checkpoint of heads is, before its tensors are read.
 
-    layout: ``own`` or ``merged``.
-    target_name: the target's name as given at training, or None where not recorded.
-    target: the shape of the target it was trained for, or None where not recorded.
-    has_target_weights: whether the folder also holds the target's weights.
-    vocabulary_size: tokens that the heads can propose, None for all.
-    training: the record of the training run; empty where there is none.
+    Args:
+        path: its folder.
+        layout: ``own`` or ``merged``.
+        form: of the heads.
+        num_heads: length of the chain.
+        hidden_size: of the target.
+        eps: of the heads' norms.
+        target_name: the target's name as given at training, or None where not recorded.
+        target: the shape of the target it was trained for, or None where not recorded.
+        has_target_weights: whether the folder also holds the target's weights.
+        dtype: of the weights, by torch's name.
+        vocabulary_size: tokens that the heads can propose, None for all.
+        training: the record of the training run; empty where there is none.
     """
 
     path: Path
@@ -85,7 +92,8 @@ def resolve(path: str | Path) -> Path:
     """The local folder of heads given as a folder, a file in it, a bundled name or a hub
     repository.
 
-    Raises ValueError where it is none of them.
+    Raises:
+        ValueError: it is none of them.
     """
     folder = Path(path)
     if folder.is_dir():
@@ -104,7 +112,15 @@ def resolve(path: str | Path) -> Path:
 
 
 def head_tensors(tensors: TensorFolder, pattern: re.Pattern[str]) -> dict[int, dict[str, str]]:
-    """``{head: {part: tensor name}}`` of the tensors whose names match."""
+    """The tensors whose names match, as heads.
+
+    Args:
+        tensors: of the checkpoint.
+        pattern: of names; its groups are the head's number and the part's name.
+
+    Returns:
+        ``{head: {part: tensor name}}``.
+    """
     found: dict[int, dict[str, str]] = {}
     for name in sorted(tensors.files):
         if match := pattern.match(name):
@@ -119,7 +135,7 @@ def _form(folder: Path, found: dict[int, dict[str, str]]) -> HeadForm:
     if parts <= set(_PARTS[HeadForm.LINEAR]):
         form = HeadForm.LINEAR
     elif parts & {"up.weight", "down.weight"}:
-        form = HeadForm.CONDITIONED
+        form = HeadForm.SEQUENTIAL
     if unknown := sorted(parts - set(_PARTS[form])):
         name = next(head[unknown[0]] for head in found.values() if unknown[0] in head)
         raise ValueError(
@@ -134,7 +150,7 @@ def _form(folder: Path, found: dict[int, dict[str, str]]) -> HeadForm:
 
 
 def _width(tensors: TensorFolder, found: dict[int, dict[str, str]]) -> int:
-    """Of the hidden layer that conditioned heads have; 0 in other forms."""
+    """Of the hidden layer that sequential heads have; 0 in other forms."""
     name = found[0].get("up.weight")
     return tensors.shape(name)[0] if name else 0
 
@@ -159,12 +175,12 @@ def _check_shapes(tensors: TensorFolder, found: dict[int, dict[str, str]], hidde
 def _read_record(path: Path, record: Any, form: HeadForm) -> tuple[TargetShape, str]:
     """The target's shape and name from ``heads.json``, once the file agrees with itself."""
     try:
-        said, shape, name = record["form"], record["target"]["shape"], record["target"]["name"]
+        named, shape, name = record["form"], record["target"]["shape"], record["target"]["name"]
         fingerprint = record["target"]["fingerprint"]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a record of TokenSwift heads: no {error}") from error
-    if said != form.value:
-        raise ValueError(f"{path} says form {said!r}; the tensors are of form {form.value!r}")
+    if named not in (form.value, form.name_in_files):
+        raise ValueError(f"{path} says form {named!r}; the tensors are of form {form.value!r}")
     target = TargetShape.from_config(shape)
     if target.fingerprint() != fingerprint:
         raise ValueError(f"{path} was changed: its target's shape and fingerprint differ")
@@ -218,7 +234,7 @@ def _open(
     else:
         target = TargetShape.from_config(config) if config else None
         target_name = config.get("_name_or_path")
-    matrix = found[0]["down.weight" if form is HeadForm.CONDITIONED else "linear.weight"]
+    matrix = found[0]["down.weight" if form is HeadForm.SEQUENTIAL else "linear.weight"]
     hidden = target.hidden_size if target else tensors.shape(matrix)[0]
     _check_shapes(tensors, found, hidden)
     vocabulary = _vocabulary(tensors, target)
@@ -241,7 +257,14 @@ def _open(
 
 
 def inspect_heads(path: str | Path) -> HeadsInfo:
-    """What the checkpoint at ``path`` is; ValueError where it is no whole checkpoint."""
+    """What the checkpoint at ``path`` is.
+
+    Args:
+        path: a folder or a file in it, the name of bundled heads, or a hub repository.
+
+    Raises:
+        ValueError: it is no whole checkpoint.
+    """
     return _open(path)[0]
 
 
@@ -255,14 +278,18 @@ def load_heads(
 ) -> DraftHeads:
     """Load heads in any of the three layouts, ready to draft (evaluation, no gradients).
 
-    path: a folder or a file in it, the name of bundled heads, or a hub repository.
-    hidden_size: of the target.
-    target_config: the target's ``transformers`` configuration (or the dict of its
-        ``config.json``); when given, its shape must be the one the heads were trained
-        for, and its ``rms_norm_eps`` is used. Names and paths may differ.
+    Args:
+        path: a folder or a file in it, the name of bundled heads, or a hub repository.
+        hidden_size: of the target.
+        dtype: of the loaded heads.
+        device: of the loaded heads.
+        target_config: the target's ``transformers`` configuration (or the dict of its
+            ``config.json``); when given, its shape must be the one the heads were trained
+            for, and its ``rms_norm_eps`` is used. Names and paths may differ.
 
-    Raises ValueError, in a sentence that names what is wrong, where files, tensor names,
-    shapes or counts are, or where the heads are another target's.
+    Raises:
+        ValueError: files, tensor names, shapes or counts are wrong, or the heads are another
+            target's; the sentence names what.
     """
     info, tensors, found, vocabulary = _open(path)
     if info.hidden_size != hidden_size:

@@ -13,9 +13,10 @@ from vllm_tokenswift.presets import PRESETS, sampling_recipe, training_recipe
 
 _RECIPE_HELP = {
     "form": "released (norms around each linear layer, as the authors' checkpoints), linear, "
-    "or conditioned (ours: each head also reads the token drafted before)",
-    "width": "of the conditioned form's hidden layer; 0 is twice the hidden size",
-    "vocabulary": "most frequent tokens that conditioned heads can propose; 0 is all",
+    "or sequential (Hydra; ours: each head also reads the token drafted before; conditioned is "
+    "its old name)",
+    "width": "of the sequential form's hidden layer; 0 is twice the hidden size",
+    "vocabulary": "most frequent tokens that sequential heads can propose; 0 is all",
     "num_heads": "heads in the chain; head i learns the token 2 + i ahead",
     "learning_rate": "peak learning rate (default: 5e-3; 1e-3 for a 14B target)",
     "num_steps": "steps of the optimizer",
@@ -57,7 +58,7 @@ def add_parser(subparsers: Any) -> None:
     convert.add_argument(
         "--vocabulary",
         type=int,
-        help="cut what conditioned heads propose to so many of the most frequent tokens",
+        help="cut what sequential heads propose to so many of the most frequent tokens",
     )
     convert.set_defaults(run=_convert)
 

@@ -1,6 +1,6 @@
 """Self-drafting heads: a chain of small layers on the target's last hidden state.
 
-The paper (Eq. 1): ``h_i = f_i(h_{i-1}) + h_{i-1}`` and ``l_i = g(h_i)`` with the
+The paper (its Eq. 1): ``h_i = f_i(h_{i-1}) + h_{i-1}`` and ``l_i = g(h_i)`` with the
 target's own LM head ``g``. Two forms of it were published, and one is ours:
 
 ``linear`` (the paper's text)
@@ -9,17 +9,16 @@ target's own LM head ``g``. Two forms of it were published, and one is ours:
 ``released`` (the authors' checkpoints)
     ``f_i(h) = linear(rmsnorm_in(h))``; the chain starts at the hidden state *before*
     the final norm, and the LM head reads ``rmsnorm_post(h_i)``.
-``conditioned`` (ours)
+``sequential`` (ours)
     ``f_i(h, x) = down(silu(up([rmsnorm_in(h); rmsnorm_token(embed(x))])))``, where ``x`` is
     the token that stands before the one predicted: the sampled one for the first head, the
     drafted one for those after it. A head that does not know that token predicts the
-    average over all it could have been; on SmolLM2's text knowing it takes the first
-    head's top-1 from 0.37 to 0.54. The idea is Hydra's (Ankner et al., 2024). Chain and LM
-    head as in ``released``; the LM head may be cut to a part of the vocabulary, since on a
+    average over all it could have been. The idea is Hydra's (Ankner et al., 2024). Chain and
+    LM head as in ``released``; the LM head may be cut to a part of the vocabulary, since on a
     small model reading it whole costs more than the heads.
 
 Head ``i`` (from 0) at position ``t`` predicts token ``t + 2 + i``: the target itself
-predicts token ``t + 1``, and a conditioned head reads token ``t + 1 + i``. No linear layer
+predicts token ``t + 1``, and a sequential head reads token ``t + 1 + i``. No linear layer
 has a bias.
 
 The heads are plain torch and never sharded. Under tensor parallelism vLLM's hidden
@@ -40,16 +39,37 @@ from torch import Tensor, nn
 Reads = Literal["post_norm", "pre_norm"]
 
 
+_OLD_NAME = "conditioned"
+
+
 class HeadForm(StrEnum):
-    """Which form the heads have (see above)."""
+    """Which form the heads have (see above).
+
+    ``HeadForm("conditioned")`` is ``SEQUENTIAL`` too: the form was called so before, and is in
+    the files that hold heads (:attr:`name_in_files`).
+    """
 
     LINEAR = "linear"
     RELEASED = "released"
-    CONDITIONED = "conditioned"
+    SEQUENTIAL = "sequential"
+
+    @property
+    def name_in_files(self) -> str:
+        """What ``heads.json`` and the states of trainings call the form."""
+        return _OLD_NAME if self is HeadForm.SEQUENTIAL else self.value
+
+    @classmethod
+    def _missing_(cls, value: object) -> HeadForm | None:
+        return cls.SEQUENTIAL if value == _OLD_NAME else None
 
 
 class HeadNorm(nn.Module):
-    """RMS norm, computed in float32 and rounded once to the dtype of its input."""
+    """RMS norm, computed in float32 and rounded once to the dtype of its input.
+
+    Args:
+        hidden_size: of what is normed.
+        eps: added to the mean square.
+    """
 
     def __init__(self, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -68,10 +88,15 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def advance(self, hidden: Tensor, embedded: Tensor | None) -> Tensor:
-        """``h_i`` from ``h_{i-1}``, both ``[rows, hidden]``.
+        """``h_i`` from ``h_{i-1}``.
 
-        embedded: ``[rows, hidden]``, the target's embedding of the token before the one
-            predicted; None where the form does not look at it.
+        Args:
+            hidden: ``[rows, hidden]``, ``h_{i-1}``.
+            embedded: ``[rows, hidden]``, the target's embedding of the token before the one
+                predicted; None where the form does not look at it.
+
+        Returns:
+            ``[rows, hidden]``.
         """
 
     @abstractmethod
@@ -86,7 +111,11 @@ def _zero_linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 class LinearHead(Head):
-    """The paper's form: ``h + W h``."""
+    """The paper's form: ``h + W h``.
+
+    Args:
+        hidden_size: the target's hidden size.
+    """
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -101,7 +130,12 @@ class LinearHead(Head):
 
 
 class ReleasedHead(Head):
-    """The authors' form: norms around the linear layer."""
+    """The authors' form: norms around the linear layer.
+
+    Args:
+        hidden_size: the target's hidden size.
+        eps: of the norms.
+    """
 
     def __init__(self, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -118,8 +152,14 @@ class ReleasedHead(Head):
         return normed
 
 
-class ConditionedHead(Head):
-    """Our form: an MLP of the state and of the token before the one predicted."""
+class SequentialHead(Head):
+    """Our form: an MLP of the state and of the token before the one predicted.
+
+    Args:
+        hidden_size: the target's hidden size.
+        eps: of the norms.
+        width: of the MLP's hidden layer.
+    """
 
     def __init__(self, hidden_size: int, eps: float, width: int) -> None:
         super().__init__()
@@ -143,15 +183,20 @@ class ConditionedHead(Head):
 class DraftHeads(nn.Module):
     """The chain of self-drafting heads.
 
-    form: see the module. num_heads: length of the chain (the paper's gamma = 3), at least 1.
-    hidden_size: the target's hidden size.
-    eps: the target's ``rms_norm_eps``; the ``linear`` form does not use it.
-    width: of the ``conditioned`` form's hidden layer; 0 is twice the hidden size.
-    vocabulary: int64 ``[tokens]``, those that the heads can propose, most frequent first;
-        None is all of them. ``conditioned`` form only.
-
     Freshly made heads predict what their input predicts (the last linear layers are zero).
     Parameters are named ``layers.{i}.`` plus the module's names.
+
+    Args:
+        form: see the module.
+        num_heads: length of the chain (the paper's gamma = 3), at least 1.
+        hidden_size: the target's hidden size.
+        eps: the target's ``rms_norm_eps``; the ``linear`` form does not use it.
+        width: of the ``sequential`` form's hidden layer; 0 is twice the hidden size.
+        vocabulary: int64 ``[tokens]``, those that the heads can propose, most frequent first;
+            None is all of them. ``sequential`` form only.
+
+    Raises:
+        ValueError: ``num_heads`` is less than 1, or there is no such form.
     """
 
     vocabulary: Tensor | None
@@ -179,10 +224,11 @@ class DraftHeads(nn.Module):
             return LinearHead(self.hidden_size)
         if self.form is HeadForm.RELEASED:
             return ReleasedHead(self.hidden_size, self.eps)
-        return ConditionedHead(self.hidden_size, self.eps, width)
+        return SequentialHead(self.hidden_size, self.eps, width)
 
     @property
     def num_heads(self) -> int:
+        """Length of the chain."""
         return len(self.layers)
 
     @property
@@ -191,17 +237,23 @@ class DraftHeads(nn.Module):
         return "post_norm" if self.form is HeadForm.LINEAR else "pre_norm"
 
     @property
-    def conditioned(self) -> bool:
+    def is_sequential(self) -> bool:
         """Whether a head has to know the token before the one it predicts."""
-        return self.form is HeadForm.CONDITIONED
+        return self.form is HeadForm.SEQUENTIAL
 
-    def step(
+    def run_head(
         self, index: int, hidden: Tensor, embedded: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """One head: its state ``h_i``, and what the LM head reads; both ``[rows, hidden]``.
+        """One head of the chain.
 
-        hidden: ``h_{i-1}``; for head 0 the state named by :attr:`reads`, in the heads' dtype.
-        embedded: see :meth:`Head.advance`.
+        Args:
+            index: of the head, from 0.
+            hidden: ``[rows, hidden]``, ``h_{i-1}``; for head 0 the state named by
+                :attr:`reads`, in the heads' dtype.
+            embedded: see :meth:`Head.advance`.
+
+        Returns:
+            The head's state ``h_i``, and what the LM head reads; both ``[rows, hidden]``.
         """
         layer = cast("Head", self.layers[index])
         hidden = layer.advance(hidden, embedded)
@@ -210,14 +262,17 @@ class DraftHeads(nn.Module):
     def forward(self, hidden: Tensor, embedded: Sequence[Tensor] | None = None) -> list[Tensor]:
         """What the target's LM head reads, for each head.
 
-        hidden: ``[rows, hidden]`` (or with more leading dimensions), the state named
-            by :attr:`reads`, in the heads' dtype.
-        embedded: for each head the embedding of the token before the one it predicts, in
-            the shape of ``hidden``; for the ``conditioned`` form.
-        Returns one tensor of the same shape for each head, in the heads' order.
+        Args:
+            hidden: ``[rows, hidden]`` (or with more leading dimensions), the state named
+                by :attr:`reads`, in the heads' dtype.
+            embedded: for each head the embedding of the token before the one it predicts, in
+                the shape of ``hidden``; for the ``sequential`` form.
+
+        Returns:
+            One tensor of the same shape for each head, in the heads' order.
         """
         reads = []
         for index in range(self.num_heads):
-            hidden, read = self.step(index, hidden, embedded[index] if embedded else None)
+            hidden, read = self.run_head(index, hidden, embedded[index] if embedded else None)
             reads.append(read)
         return reads

@@ -24,20 +24,33 @@ _DTYPES = ("bfloat16", "float16", "float32")
 class TrainingRecipe:
     """How heads are trained.
 
-    form: ``released`` (the authors', default), ``linear`` (the paper's text), or
-        ``conditioned`` (ours; ``heads/model.py``).
-    width, vocabulary: of the conditioned form: its hidden layer (0: twice the hidden size),
-        and how many of the training text's most frequent tokens it can propose (0: all).
-    learning_rate: peak; None is the paper's 5e-3, or 1e-3 for a target of Qwen2.5-14B's
-        shape.
-    batch_size: sequences on each GPU for each forward pass.
-    grad_accumulation: forward passes for each step of the optimizer.
-    seq_tokens: the most tokens of one sequence.
-    loss_chunk: rows (positions) whose logits exist at one time, on each GPU.
-    held_out: share of the sequences kept for the accuracy at the end, 0 to 0.5.
-    save_every: steps between checkpoints of the training; what an interruption may cost.
-    dtype: of the frozen target; the heads' weights are float32 while they learn.
-    device: a torch device, or ``auto`` (a GPU where there is one).
+    Args:
+        form: ``released`` (the authors', default), ``linear`` (the paper's text), or
+            ``sequential`` (ours; ``heads/model.py``), of which ``conditioned`` is the old name.
+        width: of the sequential form's hidden layer; 0: twice the hidden size.
+        vocabulary: of the sequential form: how many of the training text's most frequent
+            tokens it can propose; 0: all.
+        num_heads: length of the chain, at least 1 (the paper's gamma).
+        learning_rate: peak; None is the paper's 5e-3, or 1e-3 for a target of Qwen2.5-14B's
+            shape.
+        num_steps: steps of the optimizer.
+        warmup_steps: steps in which the learning rate rises.
+        beta1: AdamW's first beta, from 0 to below 1.
+        beta2: AdamW's second beta, from 0 to below 1.
+        weight_decay: AdamW's, of the linear layers.
+        max_grad_norm: gradients are clipped to this norm.
+        batch_size: sequences on each GPU for each forward pass.
+        grad_accumulation: forward passes for each step of the optimizer.
+        seq_tokens: the most tokens of one sequence, at least ``num_heads + 2``.
+        loss_chunk: rows (positions) whose logits exist at one time, on each GPU.
+        held_out: share of the sequences kept for the accuracy at the end, 0 to 0.5.
+        save_every: steps between checkpoints of the training; what an interruption may cost.
+        seed: of the order of the data.
+        dtype: of the frozen target; the heads' weights are float32 while they learn.
+        device: a torch device, or ``auto`` (a GPU where there is one).
+
+    Raises:
+        ValueError: names the number that will not do, and what is allowed.
     """
 
     form: HeadForm = HeadForm.RELEASED
@@ -62,13 +75,14 @@ class TrainingRecipe:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        forms = [form.value for form in HeadForm]
-        if self.form not in forms:
-            raise ValueError(f"form is {self.form!r}; it must be one of {', '.join(forms)}")
-        object.__setattr__(self, "form", HeadForm(self.form))
+        try:
+            object.__setattr__(self, "form", HeadForm(self.form))
+        except ValueError:
+            forms = ", ".join(form.value for form in HeadForm)
+            raise ValueError(f"form is {self.form!r}; it must be one of {forms}") from None
         for name in ("width", "vocabulary"):
             given = getattr(self, name)
-            if self.form is HeadForm.CONDITIONED:
+            if self.form is HeadForm.SEQUENTIAL:
                 self._check(name, given >= 0, "at least 0")
             else:
                 self._check(name, given == 0, f"0 where form is {self.form.value}")
@@ -94,13 +108,15 @@ class TrainingRecipe:
             raise ValueError(f"{name} is {getattr(self, name)}; it must be {allowed}")
 
     def peak_learning_rate(self, target: TargetShape) -> float:
+        """The learning rate after warming up, the paper's for this target where none is given."""
         if self.learning_rate is not None:
             return self.learning_rate
         is_14b = target.hidden_size == 5120 and target.num_hidden_layers == 48
         return LEARNING_RATE_14B if is_14b else LEARNING_RATE
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"form": self.form.value}
+        """The recipe as records have it, the form by its name in files."""
+        return asdict(self) | {"form": self.form.name_in_files}
 
 
 def portable_name(model_or_data: str) -> str:

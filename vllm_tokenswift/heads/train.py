@@ -52,7 +52,7 @@ from vllm_tokenswift.heads.writing import write_own
 # Norms that begin as the target's last one.
 _NORMS_OF_TARGET = {
     HeadForm.RELEASED: ("input_layernorm.weight", "post_layernorm.weight"),
-    HeadForm.CONDITIONED: ("post_layernorm.weight",),
+    HeadForm.SEQUENTIAL: ("post_layernorm.weight",),
 }
 STATE_NAME = "state.pt"
 PLOT_NAME = "loss.png"
@@ -265,7 +265,7 @@ class _Run:
         positions = torch.from_numpy(batch.positions).to(device)
         rows = states.flatten(0, 1)[positions].float()  # [rows, hidden]
         embedded = None
-        if self.heads.conditioned:
+        if self.heads.is_sequential:
             before = torch.from_numpy(batch.tokens_before()).to(device)  # [heads, rows]
             embedded = [self.target.embeddings[tokens].float() for tokens in before]
         reads, grads = self.heads(rows, embedded), []

@@ -42,10 +42,18 @@ def write_own(
     target: TargetShape,
     training: dict[str, Any],
 ) -> None:
-    """Write the ``own`` layout into an existing folder (see :func:`files.new_folder`)."""
+    """Write the ``own`` layout.
+
+    Args:
+        heads: of any form.
+        folder: an existing one (see :func:`files.new_folder`).
+        target_name: for the record; of a local path its last part.
+        target: the shape of the target.
+        training: the record of the training run.
+    """
     record = {
         "format": "tokenswift-heads",
-        "form": heads.form.value,
+        "form": heads.form.name_in_files,
         "num_heads": heads.num_heads,
         "hidden_size": heads.hidden_size,
         "target": {
@@ -66,13 +74,18 @@ def write_own(
 def write_merged(heads: DraftHeads, target_folder: Path, out: Path) -> None:
     """Write the authors' layout: a copy of the target's folder with the heads in it.
 
-    out: a new folder. It loads as ``model`` and as ``heads``. Raises ValueError where the
-    target has another hidden size, or has heads already, or where the heads are of the
-    conditioned form, which that layout has no place for.
+    Args:
+        heads: of the linear or the released form.
+        target_folder: of the target.
+        out: a new folder. It loads as ``model`` and as ``heads``.
+
+    Raises:
+        ValueError: the target has another hidden size, or has heads already, or the heads are
+            of the sequential form, which that layout has no place for.
     """
-    if heads.conditioned:
+    if heads.is_sequential:
         raise ValueError(
-            "heads of the conditioned form are not written into the authors' layout, which "
+            "heads of the sequential form are not written into the authors' layout, which "
             "nobody else could read; keep them in a folder of their own"
         )
     config = read_json(target_folder / "config.json")
@@ -110,9 +123,16 @@ def convert_heads(
 ) -> None:
     """Write heads of any layout anew: merged with a target, or alone in our own layout.
 
-    out: a new folder. target_folder: of the target to copy beside the heads; None for our
-    own layout, which needs heads whose target is recorded. vocabulary: cut what the heads
-    can propose to so many of the most frequent tokens. Raises ValueError.
+    Args:
+        path: the heads to read; see :func:`load_heads`.
+        out: a new folder.
+        target_folder: of the target to copy beside the heads; None for our own layout, which
+            needs heads whose target is recorded.
+        vocabulary: cut what the heads can propose to so many of the most frequent tokens;
+            None leaves it as it is.
+
+    Raises:
+        ValueError: the heads cannot be read, cut, or written so; the sentence says why.
     """
     info = inspect_heads(path)
     if vocabulary is not None and not 0 < vocabulary <= (info.vocabulary_size or 0):

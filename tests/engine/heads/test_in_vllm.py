@@ -134,7 +134,7 @@ def _paths_seen(worker: Any) -> Any:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_conditioned_heads_in_vllm_propose_what_the_trainers_do_along_every_path(
+def test_sequential_heads_in_vllm_propose_what_the_trainers_do_along_every_path(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     target_folder: Target,
@@ -144,7 +144,7 @@ def test_conditioned_heads_in_vllm_propose_what_the_trainers_do_along_every_path
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     model, path = target_folder("llama", tied=tied), tmp_path / "heads"
     vocabulary = torch.arange(3, 96, 2)
-    heads = random_heads("conditioned", vocabulary=vocabulary)
+    heads = random_heads("sequential", vocabulary=vocabulary)
     for layer in heads.layers:
         layer.post_layernorm.weight.data.mul_(4)  # sure enough to be followed further down
     with new_folder(path) as folder:
@@ -158,7 +158,7 @@ def test_conditioned_heads_in_vllm_propose_what_the_trainers_do_along_every_path
         for row in range(len(tokens)):
             state, token, depth = states[row]
             embedded = frozen.embeddings[[token]]
-            state, read = heads.step(depth, state, embedded)
+            state, read = heads.run_head(depth, state, embedded)
             best = (read @ frozen.lm_head[vocabulary].T)[0].topk(len(tokens[row])).indices
             assert tokens[row] == vocabulary[best].tolist()
             checked += depth > 0

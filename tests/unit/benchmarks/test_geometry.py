@@ -106,7 +106,7 @@ def test_a_geometry_without_room_is_refused_by_name(source: Path, tmp_path: Path
         geometry.convert(source, tmp_path, geometry.Geometry(64, 3, 12, 3, 12, 80))
 
 
-FORMS = ["linear", "released", "conditioned"]
+FORMS = ["linear", "released", "sequential"]
 VOCABULARY = torch.tensor([3, 5, 90])
 
 
@@ -120,7 +120,7 @@ def write_heads(folder: Path, target: Path, form: str) -> Path:
         hidden_size=shape.hidden_size,
         eps=shape.rms_norm_eps,
         width=80,
-        vocabulary=VOCABULARY if form == "conditioned" else None,
+        vocabulary=VOCABULARY if form == "sequential" else None,
     )
     with torch.no_grad():
         for parameter in heads.parameters():
@@ -202,11 +202,11 @@ def test_widened_heads_on_the_widened_model_have_the_same_logits(
     )
 
 
-def test_widened_conditioned_heads_cost_what_the_large_model_s_would(
+def test_widened_sequential_heads_cost_what_the_large_model_s_would(
     source: Path, tmp_path: Path
 ) -> None:
     geometry.convert(source, tmp_path / "wide", LARGE["grouped"], torch.float32)
-    small_path = write_heads(tmp_path / "heads", source, "conditioned")
+    small_path = write_heads(tmp_path / "heads", source, "sequential")
     geometry.widen_heads(small_path, tmp_path / "wide", tmp_path / "wide-heads")
     layer = load_for(tmp_path / "wide", tmp_path / "wide-heads").layers[0]
     assert layer.up.weight.shape == (240, 2 * 144)  # three times as wide, like the model
@@ -216,7 +216,7 @@ def test_widened_conditioned_heads_cost_what_the_large_model_s_would(
 
 def test_widened_heads_keep_their_vocabulary_and_record(source: Path, tmp_path: Path) -> None:
     geometry.convert(source, tmp_path / "wide", LARGE["grouped"], torch.float32)
-    small_path = write_heads(tmp_path / "heads", source, "conditioned")
+    small_path = write_heads(tmp_path / "heads", source, "sequential")
     geometry.widen_heads(small_path, tmp_path / "wide", tmp_path / "wide-heads")
     info = inspect_heads(tmp_path / "wide-heads")
     assert info.layout == "own"

@@ -27,7 +27,7 @@ def made(hidden, width, vocabulary, num_heads=3):
     """Random heads, LM head and embeddings, whose weights int8 and bfloat16 hold exactly."""
     generator = torch.Generator().manual_seed(hidden)
     tokens = torch.randperm(4 * vocabulary, generator=generator)[:vocabulary]
-    heads = DraftHeads("conditioned", num_heads, hidden, 1e-5, width, tokens).requires_grad_(False)
+    heads = DraftHeads("sequential", num_heads, hidden, 1e-5, width, tokens).requires_grad_(False)
     lm_rows = torch.empty(vocabulary, hidden)
     for weight in [*heads.parameters(), lm_rows]:
         if weight.ndim == 1:
@@ -52,7 +52,7 @@ def same(vocabulary, scale=1.0):
 
 def chances_of(heads, lm_rows, level, state, embedded, scales, noise):
     """By torch: the new state, and float64 ``[vocabulary]``."""
-    state, read = heads.step(level, state[None], embedded[None])
+    state, read = heads.run_head(level, state[None], embedded[None])
     likely = DraftVocabulary.probabilities(read @ lm_rows.T, scales[None])[0].double()
     if noise is not None:
         draws, power = noise
@@ -176,7 +176,7 @@ import numpy as np
 from vllm_tokenswift.cpu.head_chain import CpuHeadChain, LogitScales
 from vllm_tokenswift.heads.model import DraftHeads
 torch.manual_seed(0)
-heads = DraftHeads("conditioned", 3, 64, 1e-5, 96, vocabulary=torch.arange(500))
+heads = DraftHeads("sequential", 3, 64, 1e-5, 96, vocabulary=torch.arange(500))
 for layer in heads.layers:
     torch.nn.init.normal_(layer.down.weight)
 chain = CpuHeadChain(heads, torch.randn(500, 64), torch.randn(500, 64))

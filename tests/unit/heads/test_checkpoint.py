@@ -16,8 +16,9 @@ from vllm_tokenswift.heads.checkpoint import (
     inspect_heads,
     load_heads,
 )
+from vllm_tokenswift.heads.cli import describe
 from vllm_tokenswift.heads.files import INDEX_NAME, new_folder
-from vllm_tokenswift.heads.model import DraftHeads
+from vllm_tokenswift.heads.model import DraftHeads, HeadForm
 from vllm_tokenswift.heads.target import TargetShape
 from vllm_tokenswift.heads.writing import MERGED_HEADS_NAME, convert_heads, write_merged, write_own
 
@@ -54,7 +55,7 @@ def _assert_same(loaded: DraftHeads, heads: DraftHeads) -> None:
         assert torch.equal(loaded.state_dict()[name], tensor), name
 
 
-@pytest.mark.parametrize("form", ["linear", "released", "conditioned"])
+@pytest.mark.parametrize("form", ["linear", "released", "sequential"])
 def test_heads_come_back_from_our_own_layout_as_they_were(
     random_heads: Heads, tmp_path: Path, target_folder: Target, form: str
 ) -> None:
@@ -71,9 +72,30 @@ def test_a_vocabulary_comes_back_with_its_heads(
 ) -> None:
     config = _config(target_folder())
     tokens = torch.tensor([3, 5, 90])
-    heads = _save_own(tmp_path / "heads", random_heads("conditioned", vocabulary=tokens), config)
+    heads = _save_own(tmp_path / "heads", random_heads("sequential", vocabulary=tokens), config)
     _assert_same(_load(tmp_path / "heads", target_config=config), heads)
     assert inspect_heads(tmp_path / "heads").vocabulary_size == 3
+
+
+@pytest.mark.parametrize("name", ["conditioned", "sequential"])
+def test_files_call_the_sequential_form_by_its_old_name_and_load_under_both(
+    random_heads: Heads, tmp_path: Path, target_folder: Target, name: str
+) -> None:
+    config = _config(target_folder())
+    heads = _save_own(tmp_path / "heads", random_heads(name), config)
+    path = tmp_path / "heads" / RECORD_NAME
+    record = json.loads(path.read_text())
+    assert record["form"] == "conditioned"
+    path.write_text(json.dumps(record | {"form": name}))
+    _assert_same(_load(tmp_path / "heads", target_config=config), heads)
+    assert inspect_heads(tmp_path / "heads").form is HeadForm.SEQUENTIAL
+    path.write_text(json.dumps(record | {"form": "released"}))
+    with pytest.raises(ValueError, match="says form 'released'; the tensors are of form 'seq"):
+        _load(tmp_path / "heads")
+
+
+def test_what_is_printed_of_the_bundled_heads_calls_their_form_sequential() -> None:
+    assert "form         sequential" in describe("smollm2-135m-instruct").splitlines()
 
 
 def test_a_vocabulary_is_cut_to_its_most_frequent_tokens(
@@ -81,7 +103,7 @@ def test_a_vocabulary_is_cut_to_its_most_frequent_tokens(
 ) -> None:
     config = _config(target_folder())
     tokens = torch.tensor([90, 3, 5])
-    heads = _save_own(tmp_path / "heads", random_heads("conditioned", vocabulary=tokens), config)
+    heads = _save_own(tmp_path / "heads", random_heads("sequential", vocabulary=tokens), config)
     convert_heads(tmp_path / "heads", tmp_path / "cut", None, vocabulary=2)
     heads.vocabulary = tokens[:2]
     _assert_same(_load(tmp_path / "cut", target_config=config), heads)
@@ -95,17 +117,17 @@ def test_a_vocabulary_is_cut_to_its_most_frequent_tokens(
 def test_a_vocabulary_that_is_none_is_refused(
     random_heads: Heads, tmp_path: Path, target_folder: Target, tokens: list[int]
 ) -> None:
-    heads = random_heads("conditioned", vocabulary=torch.tensor(tokens))
+    heads = random_heads("sequential", vocabulary=torch.tensor(tokens))
     _save_own(tmp_path / "heads", heads, _config(target_folder()))
     with pytest.raises(ValueError, match="vocabulary in .* must list different token ids below 96"):
         _load(tmp_path / "heads")
 
 
-def test_conditioned_heads_are_not_written_into_the_authors_layout(
+def test_sequential_heads_are_not_written_into_the_authors_layout(
     random_heads: Heads, tmp_path: Path, target_folder: Target
 ) -> None:
-    with pytest.raises(ValueError, match="conditioned form are not written into the authors'"):
-        write_merged(random_heads("conditioned"), target_folder(), tmp_path / "out")
+    with pytest.raises(ValueError, match="sequential form are not written into the authors'"):
+        write_merged(random_heads("sequential"), target_folder(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -292,7 +314,7 @@ def test_an_existing_folder_is_not_overwritten(
 def test_the_heads_that_come_with_the_package_load_by_their_name() -> None:
     assert "smollm2-135m-instruct" in bundled_heads()
     heads = load_heads("smollm2-135m-instruct", hidden_size=576, dtype=torch.bfloat16, device="cpu")
-    assert (heads.form, heads.num_heads, heads.reads) == ("conditioned", 4, "pre_norm")
+    assert (heads.form, heads.num_heads, heads.reads) == ("sequential", 4, "pre_norm")
     held_out = inspect_heads("smollm2-135m-instruct").training["held_out"]
     assert [head["head"] for head in held_out] == [0, 1, 2, 3]
 

@@ -36,10 +36,10 @@ def test_the_released_form_norms_before_the_linear_layer_and_before_the_lm_head(
         torch.testing.assert_close(read, expected)
 
 
-def test_the_conditioned_form_also_reads_the_token_before_the_one_it_predicts() -> None:
-    heads, hidden, embedded = _filled("conditioned"), torch.randn(5, 16), torch.randn(3, 5, 16)
+def test_the_sequential_form_also_reads_the_token_before_the_one_it_predicts() -> None:
+    heads, hidden, embedded = _filled("sequential"), torch.randn(5, 16), torch.randn(3, 5, 16)
     assert heads.reads == "pre_norm"
-    assert heads.conditioned
+    assert heads.is_sequential
     for layer, token, read in zip(
         heads.layers, embedded, heads(hidden, list(embedded)), strict=True
     ):
@@ -56,7 +56,7 @@ def test_the_conditioned_form_also_reads_the_token_before_the_one_it_predicts() 
         torch.testing.assert_close(read, expected)
 
 
-@pytest.mark.parametrize("form", ["linear", "released", "conditioned"])
+@pytest.mark.parametrize("form", ["linear", "released", "sequential"])
 def test_new_heads_start_from_what_the_hidden_state_says(form: str) -> None:
     heads, hidden = DraftHeads(form, 2, 16, eps=1e-5), torch.randn(3, 16)
     expected = hidden if form == "linear" else F.rms_norm(hidden, (16,), eps=1e-5)
@@ -64,7 +64,7 @@ def test_new_heads_start_from_what_the_hidden_state_says(form: str) -> None:
         torch.testing.assert_close(read, expected)
 
 
-@pytest.mark.parametrize("form", ["linear", "released", "conditioned"])
+@pytest.mark.parametrize("form", ["linear", "released", "sequential"])
 def test_bfloat16_heads_take_and_give_bfloat16(form: str) -> None:
     heads = _filled(form).to(torch.bfloat16)
     hidden = torch.randn(2, 16).bfloat16()

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from vllm_tokenswift.heads.checkpoint import inspect_heads, load_heads
 from vllm_tokenswift.heads.data import make_batch, read_sequences
 from vllm_tokenswift.heads.frozen_target import FrozenTarget
-from vllm_tokenswift.heads.model import DraftHeads
+from vllm_tokenswift.heads.model import DraftHeads, HeadForm
 from vllm_tokenswift.heads.recipe import TrainingRecipe
 from vllm_tokenswift.heads.train import PLOT_NAME, learning_rate, train_heads
 from vllm_tokenswift.heads.writing import write_merged
@@ -83,7 +83,7 @@ def _reference_states(model: Any, ids: torch.Tensor, reads: str) -> torch.Tensor
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     "layout",
-    ["own-linear", "own-released", "own-conditioned", "merged-linear", "merged-released"],
+    ["own-linear", "own-released", "own-sequential", "merged-linear", "merged-released"],
 )
 def test_loaded_heads_give_the_logits_that_the_trainer_gives(
     tmp_path: Path, target_folder: Target, data: Path, model_type: str, tied: bool, layout: str
@@ -114,7 +114,7 @@ def test_loaded_heads_give_the_logits_that_the_trainer_gives(
         )
 
 
-@pytest.mark.parametrize("form", ["linear", "released", "conditioned"])
+@pytest.mark.parametrize("form", ["linear", "released", "sequential"])
 def test_heads_learn_a_text_that_can_be_foretold(
     tmp_path: Path, target_folder: Target, data: Path, form: str
 ) -> None:
@@ -130,7 +130,7 @@ def test_heads_learn_a_text_that_can_be_foretold(
     assert not (tmp_path / "heads.training").exists()
 
 
-def test_conditioned_heads_are_asked_behind_the_token_before_and_propose_the_frequent_ones(
+def test_sequential_heads_are_asked_behind_the_token_before_and_propose_the_frequent_ones(
     tmp_path: Path, target_folder: Target
 ) -> None:
     # Pairs "Aa", "Bb", ... in any order: the second letter follows from the first, which is
@@ -140,7 +140,7 @@ def test_conditioned_heads_are_asked_behind_the_token_before_and_propose_the_fre
     text = tmp_path / "pairs.txt"
     text.write_text(pairs)
     recipe = _recipe(
-        form="conditioned", vocabulary=12, num_steps=80, warmup_steps=5, learning_rate=2e-2
+        form="sequential", vocabulary=12, num_steps=80, warmup_steps=5, learning_rate=2e-2
     )
     info = train_heads(str(target_folder()), text, tmp_path / "heads", recipe)
     assert info.vocabulary_size == 12
@@ -321,12 +321,20 @@ def test_a_target_cut_short_is_refused_by_its_file(
         ({"held_out": 0.7}, "held_out is 0.7; it must be from 0 to 0.5"),
         ({"dtype": "int8"}, "dtype is int8; it must be one of bfloat16"),
         ({"learning_rate": 0.0}, "learning_rate is 0.0; it must be above 0"),
-        ({"form": "medusa"}, "form is 'medusa'; it must be one of linear, released, conditioned"),
+        ({"form": "medusa"}, "form is 'medusa'; it must be one of linear, released, sequential"),
     ],
 )
 def test_a_recipe_that_will_not_do_is_refused(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence.replace("(", r"\(")):
         _recipe(**options)
+
+
+@pytest.mark.parametrize("name", ["conditioned", "sequential"])
+def test_the_sequential_form_has_an_old_name_which_records_keep(name: str) -> None:
+    recipe = _recipe(form=name)
+    assert recipe == _recipe(form="sequential")
+    assert recipe.form is HeadForm.SEQUENTIAL
+    assert recipe.to_dict()["form"] == "conditioned"
 
 
 def test_the_defaults_are_the_papers() -> None:

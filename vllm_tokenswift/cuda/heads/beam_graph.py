@@ -1,4 +1,4 @@
-"""Conditioned heads as one CUDA graph: every head, both paths, one copy in and one back.
+"""Sequential heads as one CUDA graph: every head, both paths, one copy in and one back.
 
 From head to head a dozen small launches and a look at the result cost the host a millisecond;
 here the choice of paths is made on the device too (``cuda/heads/beam_kernels.py``). There is a
@@ -29,7 +29,7 @@ from vllm_tokenswift.cuda.heads.beam_kernels import (
 from vllm_tokenswift.cuda.sampling.seed_noise import SeedNoise
 from vllm_tokenswift.draft.gumbel_noise import noise_power
 from vllm_tokenswift.engine.head_beam import BEAM_WIDTH, BeamRoot, BeamRow, Embed
-from vllm_tokenswift.heads.model import ConditionedHead, DraftHeads
+from vllm_tokenswift.heads.model import DraftHeads, SequentialHead
 from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
 from vllm_tokenswift.sampling.sampling_state import SamplingState
 
@@ -41,7 +41,7 @@ MAX_VOCABULARY = 32768
 class HeadBeamGraphs:
     """See :class:`~vllm_tokenswift.engine.head_beam.HeadBeam`.
 
-    heads: of the conditioned form. part: the vocabulary they propose, at most
+    heads: of the sequential form. part: the vocabulary they propose, at most
     ``MAX_VOCABULARY`` tokens. lm_rows: ``[part, hidden]``, the LM head's rows of it.
     least_chance: of a path that is followed. max_requests: most requests of a batch.
     """
@@ -109,7 +109,7 @@ class _BeamGraph:
         count: int,
     ) -> None:
         self.count = count
-        self._layers = [cast(ConditionedHead, layer) for layer in heads.layers]
+        self._layers = [cast(SequentialHead, layer) for layer in heads.layers]
         self._eps, self._part, self._embed = heads.eps, part, embed
         self._lm_rows, self._least_chance = lm_rows, least_chance
         self.run_all = self.launch

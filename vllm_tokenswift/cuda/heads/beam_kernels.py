@@ -1,4 +1,4 @@
-"""The small steps of conditioned heads between their matrix products, one launch each.
+"""The small steps of sequential heads between their matrix products, one launch each.
 
 A *path* is a way down from a request's bonus token along drafted tokens; each request has
 ``BEAM_WIDTH`` places for paths, path ``p`` being request ``p // BEAM_WIDTH``'s. A *level* is

@@ -1,4 +1,4 @@
-"""Conditioned heads run at once, against the same heads run one by one by the host."""
+"""Sequential heads run at once, against the same heads run one by one by the host."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -37,8 +37,8 @@ class Target(torch.nn.Module):
         return hidden @ self.lm_head.T
 
 
-def conditioned_heads(generator: torch.Generator) -> DraftHeads:
-    heads = DraftHeads("conditioned", 3, HIDDEN, 1e-6, width=40, vocabulary=PART)
+def sequential_heads(generator: torch.Generator) -> DraftHeads:
+    heads = DraftHeads("sequential", 3, HIDDEN, 1e-6, width=40, vocabulary=PART)
     for weight in heads.parameters():
         weight.data = torch.randn(weight.shape, generator=generator) * 0.5
     for layer in heads.layers:
@@ -64,7 +64,7 @@ def requests_of(tree_sampler: CUDATreeSampler) -> None:
 def head_drafts(device: torch.device, at_once: bool) -> HeadDrafter:
     generator = torch.Generator().manual_seed(1)
     target = Target(generator).to_device(device)
-    heads = conditioned_heads(generator).to(device)
+    heads = sequential_heads(generator).to(device)
     options = TokenSwiftOptions()
     tree_sampler = CUDATreeSampler(VOCAB, device, options)
     requests_of(tree_sampler)
@@ -146,7 +146,7 @@ def test_chances_go_by_probability_and_noise(req_id: str, device: torch.device) 
         part, heads = drafts._part, drafts.heads
         assert part is not None
         assert heads is not None
-        _, read = heads.step(0, start, drafts._embedded([10]))
+        _, read = heads.run_head(0, start, drafts._embedded([10]))
         scales = part.scales(drafts.tree_sampler.states([req_id]))
         likely = part.probabilities(drafts._own_logits(read), scales)[0].double().cpu()
         gumbel_noise = drafts.tree_sampler.noise_of(req_id)
