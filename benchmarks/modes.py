@@ -181,16 +181,13 @@ class ModesOfAWorker:
         Raises ValueError where options are not allowed.
         """
         runner = self.model_runner
-        own = _Mode(runner.options, runner.drafter.heads, runner.drafting)
+        own = _Mode(runner.options, runner.drafter.heads, runner.tree_drafter)
         self._modes = {AUTO: own}
         for name, different in fixed.items():
             options = dataclasses.replace(own.options, **different)
             heads = own.heads if options.heads is not None else None
             self._set_up(options, heads)
-            drafter = runner.make_drafter()
-            # On a GPU it is captured once, at start-up, and no mode has a pass of its own kind.
-            drafter.draft_pass = own.drafter.draft_pass
-            self._modes[name] = _Mode(options, heads, drafter)
+            self._modes[name] = _Mode(options, heads, runner.make_drafter())
         self.change_mode(AUTO)
 
     def change_mode(self, name: str) -> None:

@@ -23,7 +23,7 @@ class StepsOfAWorker:
     def watch_steps(self) -> None:
         """Notes every step from now on."""
         runner = self.model_runner
-        next_step, planner = runner.next_step, runner.drafting.planner
+        next_step, planner = runner.next_step, runner.tree_drafter.planner
         begin, draft, plan = next_step.begin, next_step.draft, planner.plan
         self._steps: list[Step] = []
 

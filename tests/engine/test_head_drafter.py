@@ -24,10 +24,10 @@ def penalised(max_tokens: int) -> SamplingParams:
 
 def always_asked(llm):
     """Free heads in every step: the planner would rarely find these worth it, and soon rest."""
-    drafting = runner_of(llm).drafting
-    drafting.planner.rest = lambda _: False
-    drafting.planner.wants_free_heads = lambda requests, _: [True] * len(requests)
-    return drafting.head_drafts
+    drafter = runner_of(llm).tree_drafter
+    drafter.planner.rest = lambda _: False
+    drafter.planner.wants_free_heads = lambda requests, _: [True] * len(requests)
+    return drafter.head_drafter
 
 
 @pytest.mark.skipif(not head_chain.is_compiled(), reason="installed without a C compiler")
@@ -109,7 +109,7 @@ def test_heads_begin_for_all_that_may_where_most_asked(tiny_model, sequential_he
             descended.append(len(some))
             return launch(some, *arguments)
 
-        runner_of(llm).drafting.planner.wants_free_heads = asked_by_half
+        runner_of(llm).tree_drafter.planner.wants_free_heads = asked_by_half
         drafts.launch_free, drafts._descent.launch = beginning, descending
         prompts = [prompt_of(9 + seed, seed) for seed in range(4)]
         biased = SamplingParams(max_tokens=30, seed=4, ignore_eos=True, logit_bias={5: 2.0})

@@ -39,9 +39,9 @@ def cheap_passes(model, cost: CostModel = CHEAP_PASSES, options=None, **argument
     """An engine with such a machine, and its passes by step: ``[{request: tokens}]`` of each."""
     given = {**PARTIAL, **ONLY_PASSES, **(options or {})}
     with engine(model, **tokenswift(**given), **arguments) as llm:
-        drafting = runner_of(llm).drafting
-        drafting.planner.cost = cost
-        candidates, run = drafting.self_draft.candidates, drafting.draft_pass.run
+        drafter = runner_of(llm).tree_drafter
+        drafter.planner.cost = cost
+        candidates, run = drafter.self_drafter.candidates, drafter.draft_pass.run
         steps: list[list[dict[str, int]]] = []
 
         def of_step(*args):
@@ -52,7 +52,7 @@ def cheap_passes(model, cost: CostModel = CHEAP_PASSES, options=None, **argument
             steps[-1].append({row.req_id: row.num_tokens for row in rows})
             return run(rows)
 
-        drafting.self_draft.candidates, drafting.draft_pass.run = of_step, of_pass
+        drafter.self_drafter.candidates, drafter.draft_pass.run = of_step, of_pass
         yield llm, steps
 
 
@@ -69,7 +69,7 @@ def test_a_batch_with_several_passes_writes_plain_vllms_text(tiny_model):
     with cheap_passes(tiny_model, options={"self_draft": "always"}) as (llm, steps):
         assert generate(llm, prompts, params) == plain
         runner = runner_of(llm)
-        stats, decisions = runner.stats, runner.drafting.planner.decisions
+        stats, decisions = runner.stats, runner.tree_drafter.planner.decisions
     assert longest(steps) == MAX_SELF_DRAFT_STEPS
     assert stats.num_draft_passes == sum(map(len, steps))
     further = [rows for step in steps for rows in step[1:]]
@@ -91,8 +91,8 @@ def test_passes_wanted_by_the_planner_alone_are_several_where_they_pay(tiny_mode
     with cheap_passes(tiny_model, options=options) as (llm, steps):
         assert generate(llm, [prompt], params) == [plain]
         runner = runner_of(llm)
-        stats, decisions = runner.stats, runner.drafting.planner.decisions
-        [blocks] = runner.drafting.draft_pass.last.logical_blocks.values()
+        stats, decisions = runner.stats, runner.tree_drafter.planner.decisions
+        [blocks] = runner.tree_drafter.draft_pass.last.logical_blocks.values()
     assert blocks.shape[1] < blocks.max() + 1, "the last pass read the whole cache"
     assert longest(steps) == MAX_SELF_DRAFT_STEPS
     assert decisions["self_draft"] + decisions["self_draft_probe"] == len(steps)
@@ -127,7 +127,7 @@ def test_preempted_requests_with_several_passes_go_on_where_they_were(tiny_model
         preemptions = count_preemptions(llm)
         written = generate(llm, prompts, params)
         assert preemptions(), "nobody was preempted: the test shows nothing"
-        assert runner_of(llm).drafting.planner.decisions["self_draft_again"] > 100
+        assert runner_of(llm).tree_drafter.planner.decisions["self_draft_again"] > 100
     assert written == plain
 
 
@@ -135,7 +135,7 @@ def test_a_pass_without_a_slot_of_its_own_is_not_run(tiny_model):
     """vLLM reserves slots for all passes; were there fewer, another's block would be written."""
     prompt = prompt_of(60, seed=0)
     with cheap_passes(tiny_model, options={"self_draft": "always"}) as (llm, steps):
-        self_draft = runner_of(llm).drafting.self_draft
+        self_draft = runner_of(llm).tree_drafter.self_drafter
         self_draft._allocated_blocks = lambda request: -(-request.num_tokens // BLOCK)
         generate(llm, [prompt], GREEDY)
     assert longest(steps) > 2
@@ -180,7 +180,7 @@ def test_heads_go_on_below_the_last_pass_of_each_request(tiny_model, heads):
         plain = generate(llm, prompts, params)
     options = {"self_draft": "always", "heads": str(heads)}
     with cheap_passes(tiny_model, options=options) as (llm, _):
-        drafts = runner_of(llm).drafting.head_drafts
+        drafts = runner_of(llm).tree_drafter.head_drafter
         below, seen = drafts.candidates_below, []
 
         def recorded(requests, own, start):
@@ -218,7 +218,7 @@ def test_blocks_that_lost_too_much_to_their_age_are_selected_early(tiny_model, m
     options = {"self_draft": "always", "budget_tokens": 8 * BLOCK}
     with cheap_passes(tiny_model, selecting_is_free, options) as (llm, _):
         runner = runner_of(llm)
-        decisions = runner.drafting.planner.decisions
+        decisions = runner.tree_drafter.planner.decisions
         assert generate(llm, [prompt], params) == plain
         assert decisions["select_first"] == 1
         assert decisions["select_used_up"] >= 1

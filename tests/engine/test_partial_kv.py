@@ -23,7 +23,7 @@ PARAMS = SamplingParams(temperature=0.5, seed=3, max_tokens=300, ignore_eos=True
 
 def recorded_passes(llm):
     """Per draft pass: (tokens in the sequence, logical blocks [layers, blocks], refreshed)."""
-    draft_pass = runner_of(llm).drafting.draft_pass
+    draft_pass = runner_of(llm).tree_drafter.draft_pass
     run, records = draft_pass.run, []
 
     def recording(rows):

@@ -21,12 +21,12 @@ PENALTY = {"penalty_theta": 1.3, "penalty_window": 64}
 
 
 @pytest.fixture
-def launches_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TokenSwiftRunnerMixin, "launches_ahead", True)
+def prelaunches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TokenSwiftRunnerMixin, "prelaunches", True)
 
 
 @pytest.fixture
-def runs_ahead(launches_ahead: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def runs_ahead(prelaunches: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here a launch takes as long as its pass: counted as host time it would forbid drafting."""
     monkeypatch.setattr(runner_module, "drafting_ms", lambda *_: (0.0, 0.0))
 
@@ -195,15 +195,16 @@ def test_drafting_begins_again_when_it_pays(tiny_model, runs_ahead):
         assert stats.num_passes_unread > 30
 
 
+@pytest.mark.parametrize("self_draft", ["auto", "always"])
 def test_the_host_s_time_is_measured_at_start_and_leaves_nothing_behind(
-    tiny_model, launches_ahead, tmp_path, monkeypatch
+    tiny_model, prelaunches, tmp_path, monkeypatch, self_draft
 ):
     monkeypatch.setattr(cost_cache, "cost_folder", lambda: tmp_path)
     params = params_of(40, 0)
     plain = plain_texts(tiny_model, PROMPTS[:1], [params])
-    with engine(tiny_model, **tokenswift()) as llm:
+    with engine(tiny_model, **tokenswift(self_draft=self_draft)) as llm:
         runner = runner_of(llm)
-        cost = runner.drafting.planner.cost
+        cost = runner.tree_drafter.planner.cost
         assert cost.drafting_ms > 0
         assert cost.host_drafting_ms(3) > cost.drafting_ms
         assert runner.stats == Stats()

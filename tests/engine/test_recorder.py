@@ -31,7 +31,7 @@ def test_records_of_finished_requests_add_up_to_what_was_written(
     with engine(tiny_model, **tokenswift(**options)) as llm:
         written = generate(llm, prompts, params)
         [stats] = llm.collective_rpc("tokenswift_stats")
-        cost = runner_of(llm).drafting.planner.cost
+        cost = runner_of(llm).tree_drafter.planner.cost
     # The engine is gone, and with it the last request's end has been noticed.
     records = sorted(map(read_record, folder.iterdir()), key=lambda record: record.prompt_len)
     texts = [prompt["prompt_token_ids"] + ids for prompt, ids in zip(prompts, written, strict=True)]

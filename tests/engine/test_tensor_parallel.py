@@ -25,7 +25,7 @@ class CostsOfAWorker:
     model_runner: Any
 
     def plan_with(self, cost: str) -> None:
-        self.model_runner.drafting.planner.cost = CostModel.from_json(cost)
+        self.model_runner.tree_drafter.planner.cost = CostModel.from_json(cost)
 
 
 def written_by(model: Path, heads: Path, **arguments: Any) -> dict[str, Any]:

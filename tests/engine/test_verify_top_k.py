@@ -21,14 +21,14 @@ def groups_scored(tiny_model: Any, num_requests: int) -> list[tuple[int, int, bo
     seen = []
     with engine(tiny_model, **tokenswift(plan="auto")) as llm:
         runner = runner_of(llm)
-        runner.drafting.planner.cost = CHEAP_ROWS
-        score = runner.tree_sampler.score
+        runner.tree_drafter.planner.cost = CHEAP_ROWS
+        score = runner.tree_sampler.sample_trees
 
         def recorded(logits: Any, groups: Any, *args: Any) -> Any:
             seen.extend((len(groups), len(group.tree), group.wants_top_k) for group in groups)
             return score(logits, groups, *args)
 
-        runner.tree_sampler.score = recorded
+        runner.tree_sampler.sample_trees = recorded
         generate(llm, [prompt_of(20, seed) for seed in range(num_requests)], params)
     return seen
 

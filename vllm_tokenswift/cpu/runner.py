@@ -50,7 +50,7 @@ class TokenSwiftCPUModelRunner(TokenSwiftRunnerMixin, CPUModelRunner):
         alone = self.input_batch.num_reqs == 1
         return (alone or len(tree) > 0) and super().wants_top_k(req_id, tree)
 
-    def make_descent(
+    def make_head_beam(
         self, heads: DraftHeads, part: DraftVocabulary, lm_rows: torch.Tensor, least_chance: float
     ) -> HeadBeam | None:
         if not head_chain.is_compiled() or len(part.tokens) < head_chain.TOP:

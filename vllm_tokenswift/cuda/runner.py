@@ -19,11 +19,11 @@ from vllm_tokenswift.cuda.attention.backend import tree_backends
 from vllm_tokenswift.cuda.attention.tree_attention import CUDATreeAttention
 from vllm_tokenswift.cuda.graphs.draft_graph import GraphedDraftPass, first_rows
 from vllm_tokenswift.cuda.graphs.shapes import TreeGraphDispatcher, graph_widths
-from vllm_tokenswift.cuda.graphs.verify_graph import VerifyGraph, prepare_passes
+from vllm_tokenswift.cuda.graphs.verify_graph import VerifyGraph, make_verify_graphs
 from vllm_tokenswift.cuda.heads.beam_graph import MAX_VOCABULARY, HeadBeamGraphs
 from vllm_tokenswift.cuda.sampling.tree_sampler import CUDATreeSampler
-from vllm_tokenswift.draft.planner.cost_model import CostModel
 from vllm_tokenswift.engine.draft_pass import DraftPass
+from vllm_tokenswift.engine.drafter import Drafter
 from vllm_tokenswift.engine.head_beam import HeadBeam
 from vllm_tokenswift.engine.profiling.pass_times import Pass, Shape
 from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
@@ -47,13 +47,13 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
         # What vLLM itself takes for uniform are plain decodes; graphs for trees are ours.
         self.uniform_decode_query_len = 1
         parallel = vllm_config.parallel_config
-        self.launches_ahead = (
+        self.prelaunches = (
             parallel.data_parallel_size == 1  # ranks agree on the shape of every pass
             and not parallel.use_ubatching
             and not parallel.enable_eplb
             and vllm_config.kv_transfer_config is None  # KV may come between two steps
         )
-        self._prepared: dict[BatchDescriptor, VerifyGraph] = {}
+        self._verify_graphs: dict[BatchDescriptor, VerifyGraph] = {}
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with tree_backends(self.vllm_config):
@@ -111,12 +111,15 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
     def launches_at_once(self, mode: CUDAGraphMode) -> bool:
         return mode is CUDAGraphMode.FULL
 
-    def prepare_passes(self) -> None:
-        if self.launches_ahead:
-            self._prepared = prepare_passes(self, self.graphs.full_shapes)
+    def make_verify_graphs(self) -> None:
+        if self.prelaunches:
+            builder = self.attn_groups[0][0].get_metadata_builder()
+            self._verify_graphs = make_verify_graphs(
+                self, self.step_inputs, builder, self.graphs.full_shapes
+            )
 
-    def prepared_pass(self, shape: BatchDescriptor) -> VerifyGraph | None:
-        return self._prepared.get(shape)
+    def verify_graph(self, shape: BatchDescriptor) -> VerifyGraph | None:
+        return self._verify_graphs.get(shape)
 
     def _warmup_and_capture(self, desc: BatchDescriptor, *args: Any, **kwargs: Any) -> None:
         if desc.uniform and desc.num_reqs is not None:
@@ -128,19 +131,18 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
 
     def _pays_padding(self, num_tokens: int, padded: int) -> bool:
         """Whether the padded graph is cheaper than a pass whose attention the host launches."""
-        drafting = getattr(self, "drafting", None)  # not there while vLLM warms up
-        if drafting is None:
+        drafter: Drafter | None = getattr(self, "tree_drafter", None)
+        if drafter is None:  # vLLM warms up, or costs are being measured
             return False
-        cost: CostModel = drafting.planner.cost
+        cost = drafter.planner.cost
         return cost.verify_ms(padded) <= max(cost.verify_ms(num_tokens), cost.host_bound_ms)
 
     # -- passes ------------------------------------------------------------------
 
     def start_drafting(self) -> None:
         super().start_drafting()
-        draft_pass = self.drafting.draft_pass
-        if isinstance(draft_pass, GraphedDraftPass):
-            draft_pass.capture()
+        if isinstance(self.draft_pass, GraphedDraftPass):
+            self.draft_pass.capture()
         self._warm_up_kernels()
 
     @torch.inference_mode()
@@ -161,7 +163,7 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
             return super().make_draft_pass()
         return GraphedDraftPass(self, self.draft_table().budget_blocks)
 
-    def make_descent(
+    def make_head_beam(
         self, heads: DraftHeads, part: DraftVocabulary, lm_rows: torch.Tensor, least_chance: float
     ) -> HeadBeam | None:
         if not self.graphs.wide_shapes or len(part.tokens) > MAX_VOCABULARY:

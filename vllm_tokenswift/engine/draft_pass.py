@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +20,9 @@ from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 
 from vllm_tokenswift.common.staging import Staging
+from vllm_tokenswift.engine.runner_view import RunnerView
 from vllm_tokenswift.engine.tree_attention import LayerMetadata
 from vllm_tokenswift.partial_kv.table import DraftBlockTable
-
-if TYPE_CHECKING:
-    from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class DraftPassRecord:
 class DraftPass:
     """Runs draft passes over the runner's own input buffers (fixed addresses for CUDA graphs)."""
 
-    def __init__(self, runner: TokenSwiftRunnerMixin) -> None:
+    def __init__(self, runner: RunnerView) -> None:
         self.vllm_config: VllmConfig = runner.vllm_config
         self.attention = runner.tree_attention
         self.model = runner.forward_rows

@@ -3,78 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from vllm_tokenswift.common.staging import Staging
-from vllm_tokenswift.draft.gumbel_noise import GumbelNoise
 from vllm_tokenswift.draft.planner.cost_model import CostModel
 from vllm_tokenswift.draft.planner.planner import PlanMode, PlannedRequest, Planner
 from vllm_tokenswift.draft.proposals.head_proposals import HeadProposals
 from vllm_tokenswift.draft.warm_up import warm_up
-from vllm_tokenswift.engine.head_drafter import HeadDrafter, HeadRequest
-from vllm_tokenswift.engine.profiling.cache import cached_cost
+from vllm_tokenswift.engine.draft_pass import DraftPass
+from vllm_tokenswift.engine.draft_request import DraftRequest
+from vllm_tokenswift.engine.head_drafter import HeadDrafter
+from vllm_tokenswift.engine.profiling.cache import cost_key, measured_once
 from vllm_tokenswift.engine.profiling.pass_times import PassTimes
 from vllm_tokenswift.engine.request_state import RequestState
+from vllm_tokenswift.engine.runner_view import RunnerView
 from vllm_tokenswift.engine.self_drafter import SelfDrafter
 from vllm_tokenswift.tree import DraftTree
 
-if TYPE_CHECKING:
-    from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
-
-
-@dataclass(frozen=True)
-class DraftRequest:
-    """One request to draft for.
-
-    num_tokens: tokens of the sequence, the bonus token included; blocks: int32,
-    physical blocks in logical order; hidden_row: the query row that the bonus token was
-    sampled from; max_nodes: drafts that still fit the model's length and are wanted.
-    noise: the noise of its coming samples, None where there is none to see.
-    """
-
-    req_id: str
-    state: RequestState
-    bonus_token: int
-    num_tokens: int
-    blocks: np.ndarray
-    hidden_row: int
-    max_nodes: int
-    noise: GumbelNoise | None
-
 
 class Drafter:
-    """Drafts for the requests of a batch; owns the planner and the draft pass.
+    """Drafts for the requests of a batch; owns the planner.
 
+    draft_pass: the runner's, which serves every drafter that it makes.
     host_ms: measures, for the cost model, how long the device waits for drafts of the text: of
         one request, and for each further one.
     """
 
     def __init__(
         self,
-        runner: TokenSwiftRunnerMixin,
+        runner: RunnerView,
+        draft_pass: DraftPass,
         host_ms: Callable[[Drafter], tuple[float, float]],
     ) -> None:
         self.runner = runner
+        self.draft_pass = draft_pass
         self.options = runner.options
-        self.heads = runner.drafter.heads
-        self.head_drafts = HeadDrafter(runner)
+        self.heads = runner.heads
+        self.head_drafter = HeadDrafter(runner)
         # Heads on the verify pass's own states.
         self._asks_free_heads = self.heads is not None and self.options.head_source != "draft"
         self._staging = Staging(runner.device)
-        self.draft_pass = runner.make_draft_pass()
         curve = PassTimes(
             runner.tree_attention,
             runner.trial_pass,
             lambda output: runner.model.compute_logits(self._post_norm(output)),
-            self.head_drafts.alone if self.heads is not None else None,
+            self.head_drafter.alone if self.heads is not None else None,
             runner.host_bound_pass,
             runner.device,
         )
-        self._asked: list[HeadRequest] = []
+        # There once costs are known: while they are measured, drafts are of the text.
+        self.self_drafter: SelfDrafter | None = None
 
         def completed(cost: CostModel) -> CostModel:
             self.planner = Planner(cost, self.options.budget_tokens, shapes_of=runner.padded_shapes)
@@ -87,11 +69,23 @@ class Drafter:
 
         mode = cast(PlanMode, self.options.plan)
         warm_up(mode)
-        cost = cached_cost(runner, curve, completed)
+        shapes = runner.verify_shapes()
+        contexts = curve.contexts(shapes, runner.kv_cache_config.num_blocks, runner.max_model_len)
+        key = cost_key(runner.vllm_config, curve, self.heads, shapes, contexts)
+        cost = measured_once(
+            key,
+            lambda: completed(curve.measure(shapes, contexts)),
+            lambda: curve.plain_ms(shapes, contexts.short),
+        )
         self.planner = Planner(cost, self.options.budget_tokens, mode, runner.padded_shapes)
         with_heads = self.heads is not None and self.options.head_source != "free"
-        self.self_draft = SelfDrafter(
-            self, self._post_norm, self._read_by_heads if with_heads else None
+        self.self_drafter = SelfDrafter(
+            runner,
+            draft_pass,
+            self.head_drafter,
+            self.planner,
+            self._post_norm,
+            self._read_by_heads if with_heads else None,
         )
 
     def begin(self, requests: Sequence[DraftRequest], hidden_states: torch.Tensor) -> None:
@@ -100,21 +94,20 @@ class Drafter:
         Heads begin where they can do so by themselves and were asked last time, for all requests
         where most of them asked.
         """
-        self._asked = [HeadRequest(r.req_id, r.bonus_token, r.noise) for r in requests]
-        if self.heads is None or not self.head_drafts.runs_ahead:
+        if self.heads is None or not self.head_drafter.runs_ahead:
             return
         possible = [
             i
             for i, request in enumerate(requests)
             if not request.state.draft.self_draft.asked_last
-            and self.head_drafts.may_begin(request.req_id)
+            and self.head_drafter.may_begin(request.req_id)
         ]
         likely = [i for i in possible if requests[i].state.draft.free_heads.asked_last]
         # Another request costs the device next to nothing, and who asks changes from step to step.
         begin = possible if 2 * len(likely) >= len(possible) else likely
         if likely:
             rows = self._rows_of([requests[i] for i in begin], hidden_states)
-            self.head_drafts.launch_free([self._asked[i] for i in begin], rows)
+            self.head_drafter.launch_free([requests[i] for i in begin], rows)
 
     def rests(self, states: Sequence[RequestState], num_requests: int, is_launched: bool) -> bool:
         """Whether a step goes by without :meth:`begin` and :meth:`draft` for these requests.
@@ -126,7 +119,7 @@ class Drafter:
             return False
         if is_launched:
             return self.planner.rests_meanwhile(drafts, num_requests)
-        return not self.runner.launches_ahead and self.planner.rest(drafts)
+        return not self.runner.prelaunches and self.planner.rest(drafts)
 
     def would_draft(self, requests: Sequence[DraftRequest], num_undrafted: int) -> bool:
         """Whether any of these would be drafted for now; their next pass runs, without drafts.
@@ -159,14 +152,14 @@ class Drafter:
         if any(passes) and not all(passes):
             # CUDA graphs share their memory: a draft pass may run over the verify pass's states.
             hidden_states = hidden_states.clone()
-        asked = self._asked
-        self._draft_with(
-            planned,
-            requests,
-            asked,
-            passes,
-            lambda some, of: self.self_draft.candidates(some, of, planned, passes, num_undrafted),
-        )
+        if self.self_drafter is not None:
+            drafter = self.self_drafter
+            self._draft_with(
+                planned,
+                requests,
+                passes,
+                lambda some: drafter.candidates(some, planned, passes, num_undrafted),
+            )
         if self._asks_free_heads:
             others = [i for i, wanted in enumerate(passes) if not wanted]
             free = self.planner.wants_free_heads([planned[i] for i in others], num_undrafted)
@@ -176,10 +169,9 @@ class Drafter:
             self._draft_with(
                 planned,
                 requests,
-                asked,
                 wanted,
-                lambda some, of: self.head_drafts.candidates(
-                    of, None, self._rows_of(some, hidden_states)
+                lambda some: self.head_drafter.candidates(
+                    some, None, self._rows_of(some, hidden_states)
                 ),
             )
         return self.planner.plan(planned, num_undrafted)
@@ -188,15 +180,14 @@ class Drafter:
         self,
         planned: list[PlannedRequest],
         requests: Sequence[DraftRequest],
-        asked: Sequence[HeadRequest],
         wanted: Sequence[bool],
-        source: Callable[[list[DraftRequest], list[HeadRequest]], list[HeadProposals]],
+        source: Callable[[list[DraftRequest]], list[HeadProposals]],
     ) -> None:
         """Adds what a source says to the requests that want it."""
         chosen = [i for i, want in enumerate(wanted) if want]
         if not chosen:
             return
-        found = source([requests[i] for i in chosen], [asked[i] for i in chosen])
+        found = source([requests[i] for i in chosen])
         for i, candidates in zip(chosen, found, strict=True):
             planned[i] = replace(planned[i], heads=candidates)
 
@@ -211,11 +202,12 @@ class Drafter:
         )
 
     def _wants_pass(self, planned: list[PlannedRequest], num_undrafted: int) -> list[bool]:
-        if self.options.self_draft == "off":
-            return [False] * len(planned)
+        wanted = [False] * len(planned)
         if self.options.self_draft == "always":
-            return [request.limit > 0 for request in planned]
-        return self.planner.wants_self_draft(planned, num_undrafted)
+            wanted = [request.limit > 0 for request in planned]
+        elif self.options.self_draft == "auto":
+            wanted = self.planner.wants_self_draft(planned, num_undrafted)
+        return wanted if self.self_drafter is not None else [False] * len(planned)
 
     def _rows_of(
         self, requests: Sequence[DraftRequest], hidden_states: torch.Tensor
@@ -234,6 +226,7 @@ class Drafter:
 
     def _read_by_heads(self, output: Any) -> torch.Tensor:
         """Hidden states in the form that the heads read."""
+        assert self.heads is not None
         if self.heads.reads == "post_norm":
             return self._post_norm(output)
         hidden: torch.Tensor = output[1][0]

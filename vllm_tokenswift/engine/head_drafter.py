@@ -12,35 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from vllm_tokenswift.common.staging import Staging
-from vllm_tokenswift.draft.gumbel_noise import GumbelNoise
 from vllm_tokenswift.draft.proposals.head_proposals import NO_ROW, HeadProposals
+from vllm_tokenswift.engine.draft_request import HeadRequest
 from vllm_tokenswift.engine.head_beam import BEAM_WIDTH, OFFERED_TOKENS, BeamRoot, HeadBeam
+from vllm_tokenswift.engine.runner_view import RunnerView
 from vllm_tokenswift.heads.model import DraftHeads
 from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
-
-if TYPE_CHECKING:
-    from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
 
 # The least chance of a path that sequential heads go on with: below it a head costs more
 # than the token it might bring.
 _LEAST_CHANCE = 0.1
 # Rows of the LM head that are read at a time, as logits of that many unit vectors.
 _UNIT_ROWS = 256
-
-
-@dataclass(frozen=True)
-class HeadRequest:
-    """One request that heads draft for; noise: as the planner's."""
-
-    req_id: str
-    bonus_token: int
-    noise: GumbelNoise | None
 
 
 @dataclass
@@ -102,11 +91,11 @@ def _roots(requests: Sequence[HeadRequest]) -> list[_Path]:
 class HeadDrafter:
     """Makes the :class:`HeadProposals` of an engine's requests."""
 
-    def __init__(self, runner: TokenSwiftRunnerMixin) -> None:
+    def __init__(self, runner: RunnerView) -> None:
         self.model: Any = runner.model
         self.tree_sampler = runner.tree_sampler
         self.options = runner.options
-        self.heads: DraftHeads | None = runner.drafter.heads
+        self.heads: DraftHeads | None = runner.heads
         self.hidden_size = runner.model_config.get_hidden_size()
         self.dtype, self.device = runner.model_config.dtype, runner.device
         self._staging = Staging(runner.device)
@@ -118,12 +107,12 @@ class HeadDrafter:
         self._descent = self._platform_descent(runner)
         self._launched: tuple[HeadRequest, ...] = ()
 
-    def _platform_descent(self, runner: TokenSwiftRunnerMixin) -> HeadBeam | None:
+    def _platform_descent(self, runner: RunnerView) -> HeadBeam | None:
         if self.heads is None or not self.heads.is_sequential or self.options.plan != "auto":
             return None
         if self._part is None or self._lm_rows is None:
             return None
-        return runner.make_descent(self.heads, self._part, self._lm_rows, _LEAST_CHANCE)
+        return runner.make_head_beam(self.heads, self._part, self._lm_rows, _LEAST_CHANCE)
 
     def candidates(
         self,

@@ -12,18 +12,17 @@ where passes are not launched ahead, else from the host; many steps then go by w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from vllm_tokenswift.engine.drafter import Drafter, DraftRequest
+from vllm_tokenswift.engine.draft_request import DraftRequest
+from vllm_tokenswift.engine.drafter import Drafter
+from vllm_tokenswift.engine.prelaunch import Prelauncher
 from vllm_tokenswift.engine.request_state import RequestState
+from vllm_tokenswift.engine.runner_view import RunnerView
 from vllm_tokenswift.sampling.acceptance_walk import VerifyResult, VerifyRows
 from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
-
-if TYPE_CHECKING:
-    from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
 
 
 class NextStep:
@@ -32,9 +31,10 @@ class NextStep:
     ``rested``: the requests that nobody looked at when the step under way was made.
     """
 
-    def __init__(self, runner: TokenSwiftRunnerMixin, drafting: Drafter) -> None:
+    def __init__(self, runner: RunnerView, drafter: Drafter, prelauncher: Prelauncher) -> None:
         self.runner = runner
-        self.drafting = drafting
+        self.drafter = drafter
+        self.prelauncher = prelauncher
         self._expects_drafts = True
         self._is_launched = False
         self.rested: list[str] = []
@@ -52,7 +52,7 @@ class NextStep:
 
         tokens: int64 ``[requests]`` on the device, samples that nobody has read yet.
         """
-        self._is_launched = self.runner.ahead.launch_undrafted(tokens)
+        self._is_launched = self.prelauncher.launch_undrafted(tokens)
 
     def begin(
         self,
@@ -69,7 +69,7 @@ class NextStep:
         """
         rows = self._may_draft(groups, accepted)
         states = [state for _, state, _ in rows]
-        rests = bool(rows) and self.drafting.rests(states, len(groups), self._is_launched)
+        rests = bool(rows) and self.drafter.rests(states, len(groups), self._is_launched)
         self.rested = [groups[row].req_id for row, _, _ in rows] if rests else []
         if rests:
             return
@@ -80,7 +80,7 @@ class NextStep:
         ]
         self._accepted, self._hidden_states = accepted, hidden_states
         if not self._is_launched:
-            self.drafting.begin(self._requests, hidden_states)
+            self.drafter.begin(self._requests, hidden_states)
 
     def draft(self) -> dict[str, DraftTree]:
         """The trees of the next step, by request; a request without drafts may be absent."""
@@ -92,17 +92,17 @@ class NextStep:
             return {}
         num_others = len(self._accepted) - len(requests)
         if is_launched:
-            self._expects_drafts = self.drafting.would_draft(requests, num_others)
+            self._expects_drafts = self.drafter.would_draft(requests, num_others)
             trees = [EMPTY_TREE] * len(requests)
         else:
-            trees = self.drafting.draft(requests, self._hidden_states, num_others)
+            trees = self.drafter.draft(requests, self._hidden_states, num_others)
             self._expects_drafts = any(map(len, trees))
         if runner.recorder is not None:
             runner.recorder.drafted({r.req_id: r.state.draft for r in requests}, trees)
         if is_launched:
             return {}
         drafted = {r.req_id: tree for r, tree in zip(requests, trees, strict=True)}
-        if not runner.launches_ahead or not runner.ahead.launch(
+        if not runner.prelaunches or not self.prelauncher.launch(
             drafted, [emitted.tokens for emitted in self._accepted]
         ):
             runner.expect(drafted)

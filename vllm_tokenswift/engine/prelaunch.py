@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +22,13 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.sampling_params import SamplingParams
 
+from vllm_tokenswift.engine.runner_view import RunnerView
 from vllm_tokenswift.engine.step import RequestTree, StepTrees
+from vllm_tokenswift.engine.step_inputs import StepInputs
 from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
-
-    from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
 
 # Steps without a pass ahead after one that was dropped; twice as many each time it happens
 # again, so that requests that come and go all the time cost few passes.
@@ -75,24 +75,12 @@ class PrelaunchedPass:
         )
 
 
-class PassLauncher(Protocol):
-    """What the launch of a pass takes, made ready once for all steps of one shape."""
-
-    def launch(
-        self, num_rows: npt.NDArray[np.int32], plan: StepTrees, newest: torch.Tensor | None
-    ) -> tuple[Any, Any, Any]:
-        """Launches the pass of the runner's batch; returns its inputs, metadata and output.
-
-        num_rows: int32 ``[requests]``, query rows of each: its drafts' and one. newest: int64
-        ``[requests]`` on the device, their newest tokens where the host does not know them.
-        """
-
-
 class Prelauncher:
     """Launches passes ahead of a runner's steps and hands them out."""
 
-    def __init__(self, runner: TokenSwiftRunnerMixin) -> None:
+    def __init__(self, runner: RunnerView, step_inputs: StepInputs) -> None:
         self.runner = runner
+        self.step_inputs = step_inputs
         self._launched: PrelaunchedPass | None = None
         self._shapes: dict[tuple[int, int, int], tuple[CUDAGraphMode, BatchDescriptor]] = {}
         self._pause = 0
@@ -173,9 +161,9 @@ class Prelauncher:
         batch.num_computed_tokens_cpu[: len(req_ids)] = computed
         plan = _plan_of(req_ids, next_trees, num_rows, computed)
         runner.begin_step(plan)
-        prepared = runner.prepared_pass(shape)
-        if prepared is not None:
-            step = prepared.launch(num_rows, plan, unread)
+        verify_graph = runner.verify_graph(shape)
+        if verify_graph is not None:
+            step = verify_graph.launch(num_rows, plan, unread)
         else:
             step = self._launch_as_vllm_does(num_rows, plan, unread, mode, shape)
         runner.stats.num_passes_ahead += 1
@@ -217,10 +205,10 @@ class Prelauncher:
         mode: CUDAGraphMode,
         shape: BatchDescriptor,
     ) -> tuple[Any, Any, Any]:
-        """For shapes that are not prepared; see :meth:`PassLauncher.launch`."""
+        """For shapes without a verify graph; see :meth:`PassLauncher.launch`."""
         runner = self.runner
         num_reqs, total, most_rows = len(num_rows), int(num_rows.sum()), int(num_rows.max())
-        inputs = runner.step_inputs.fill(num_rows, plan)
+        inputs = self.step_inputs.fill(num_rows, plan)
         if newest is not None:
             runner.input_ids.gpu[:num_reqs].copy_(newest)
         is_full = mode is CUDAGraphMode.FULL

@@ -36,7 +36,7 @@ from vllm_tokenswift.engine.draft_pass import DraftPass
 from vllm_tokenswift.engine.drafter import Drafter
 from vllm_tokenswift.engine.head_beam import HeadBeam
 from vllm_tokenswift.engine.next_step import NextStep
-from vllm_tokenswift.engine.prelaunch import PassLauncher, PrelaunchedPass, Prelauncher
+from vllm_tokenswift.engine.prelaunch import PrelaunchedPass, Prelauncher
 from vllm_tokenswift.engine.profiling.host_time import drafting_ms
 from vllm_tokenswift.engine.profiling.pass_times import (
     MakePass,
@@ -47,6 +47,7 @@ from vllm_tokenswift.engine.profiling.pass_times import (
 )
 from vllm_tokenswift.engine.recorder import Recorder
 from vllm_tokenswift.engine.request_state import RequestState
+from vllm_tokenswift.engine.runner_view import PassLauncher
 from vllm_tokenswift.engine.step import NO_TREES, RequestTree, StepTrees
 from vllm_tokenswift.engine.step_inputs import StepInputs, logits_layout, logits_rows
 from vllm_tokenswift.engine.tree_attention import TreeAttention
@@ -110,11 +111,17 @@ class TokenSwiftRunnerMixin(_Runner):
         self._dead_nodes: dict[str, frozenset[int]] = {}
         self._placeholders: set[str] = set()
         self._drafts: list[list[int]] | None = None  # of the next step, from _sample on
-        self.ahead = Prelauncher(self)
+        self.prelauncher = Prelauncher(self, self.step_inputs)
         self._ready: PrelaunchedPass | None = (
             None  # this step's pass, from its inputs to its forward
         )
         self.recorder: Recorder | None = None
+
+    @property
+    def heads(self) -> DraftHeads | None:
+        """The draft heads, which vLLM's "drafter" owns."""
+        heads: DraftHeads | None = self.drafter.heads
+        return heads
 
     # -- start-up ---------------------------------------------------------------
 
@@ -124,7 +131,7 @@ class TokenSwiftRunnerMixin(_Runner):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         with head_weights_skipped():  # a released checkpoint holds target and heads in one folder
             super().load_model(*args, **kwargs)
-        heads = self.drafter.heads
+        heads = self.heads
         if heads is not None and heads.reads == "pre_norm":
             num_layers = self.model_config.hf_text_config.num_hidden_layers
             self.use_aux_hidden_state_outputs = True
@@ -134,29 +141,36 @@ class TokenSwiftRunnerMixin(_Runner):
         """Called once the KV cache stands and the model is compiled."""
         self.tree_attention = self._make_tree_attention()
         step_layout.warm_up()
-        self.prepare_passes()
+        self.make_verify_graphs()
+        self.draft_pass = self.make_draft_pass()
         self.draft_with(self.make_drafter())
         if self.options.record is not None and get_tp_group().rank_in_group == 0:
             folder = Path(self.options.record)
-            self.recorder = Recorder(folder, self.options, self.drafting.planner)
+            self.recorder = Recorder(folder, self.options, self.tree_drafter.planner)
 
     def make_drafter(self) -> Drafter:
         """As the options say; measures costs that are not known, over the empty cache."""
-        return Drafter(self, lambda drafting: drafting_ms(self, drafting))
+        return Drafter(
+            self,
+            self.draft_pass,
+            lambda drafter: drafting_ms(self, drafter, self.prelauncher, self.take_in),
+        )
 
     def draft_with(self, drafter: Drafter) -> None:
         """To be called while no request is running."""
-        self.drafting, self.next_step = drafter, NextStep(self, drafter)
-        self.ahead = Prelauncher(self)
+        self.tree_drafter = drafter
+        self.prelauncher = Prelauncher(self, self.step_inputs)
+        self.next_step = NextStep(self, drafter, self.prelauncher)
 
     def forward_rows(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:
         """A pass of the target over some rows; call it inside a forward context."""
         return self._model_forward(input_ids=input_ids, positions=positions)
 
     def make_draft_pass(self) -> DraftPass:
+        """Called once: the runner has one draft pass, whatever drafters it makes."""
         return DraftPass(self)
 
-    def make_descent(
+    def make_head_beam(
         self, heads: DraftHeads, part: DraftVocabulary, lm_rows: torch.Tensor, least_chance: float
     ) -> HeadBeam | None:
         """All sequential heads at once, where the platform has a way to run them so."""
@@ -185,7 +199,7 @@ class TokenSwiftRunnerMixin(_Runner):
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         if not scheduler_output.total_num_scheduled_tokens:
-            self.ahead.drop()
+            self.prelauncher.drop()
         return super().execute_model(self._without_placeholders(scheduler_output), *args, **kwargs)
 
     def _without_placeholders(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
@@ -272,7 +286,7 @@ class TokenSwiftRunnerMixin(_Runner):
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
     ) -> Any:
-        self._ready = self.ahead.take(scheduler_output, num_scheduled_tokens)
+        self._ready = self.prelauncher.take(scheduler_output, num_scheduled_tokens)
         if self._ready is not None:
             return self._ready.inputs
         drafts = scheduler_output.scheduled_spec_decode_tokens
@@ -366,10 +380,10 @@ class TokenSwiftRunnerMixin(_Runner):
         # vLLM reads a prompt's logprobs from hidden states, over which the next pass may write.
         may_go_on = not self.num_prompt_logprobs
         feed = None
-        if self.launches_ahead and may_go_on and self.next_step.is_undrafted(groups):
+        if self.prelaunches and may_go_on and self.next_step.is_undrafted(groups):
             feed = self.next_step.launch_undrafted
         accepted, logprobs = self.tree_sampler.sample_trees(logits, groups, feed)
-        self.follow(self.next_step, groups, accepted, self._head_states())
+        self.take_in(self.next_step, groups, accepted, self._head_states())
         self._drafts = self._draft() if may_go_on else None
         for group, emitted in zip(groups, accepted, strict=True):  # while the device works
             if emitted.tokens and group.req_id not in self._placeholders:
@@ -402,12 +416,12 @@ class TokenSwiftRunnerMixin(_Runner):
         """The step's hidden states in the form that heads read: ``[query rows, hidden]``."""
         step = self._step
         assert step is not None
-        if self.drafter.heads is not None and self.drafter.heads.reads == "pre_norm":
+        if self.heads is not None and self.heads.reads == "pre_norm":
             assert step.aux_hidden_states is not None
             return step.aux_hidden_states[0]
         return step.hidden_states
 
-    def follow(
+    def take_in(
         self,
         next_step: NextStep,
         groups: Sequence[VerifyRows],
@@ -480,12 +494,12 @@ class TokenSwiftRunnerMixin(_Runner):
 
     # -- the next step, ahead of its schedule ---------------------------------------
 
-    launches_ahead = False  # where passes run by themselves, once launched
+    prelaunches = False  # where passes run by themselves, once launched
 
-    def prepare_passes(self) -> None:
-        """Makes what :meth:`prepared_pass` hands out, once, before any pass is launched ahead."""
+    def make_verify_graphs(self) -> None:
+        """Makes what :meth:`verify_graph` hands out, once, before any pass is launched ahead."""
 
-    def prepared_pass(self, shape: BatchDescriptor) -> PassLauncher | None:
+    def verify_graph(self, shape: BatchDescriptor) -> PassLauncher | None:
         """What launches a pass of that shape with less work for the host, where there is one."""
         return None
 

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from vllm_tokenswift.draft.planner.planner import PlannedRequest
+from vllm_tokenswift.draft.planner.planner import PlannedRequest, Planner
 from vllm_tokenswift.draft.planner.self_draft import PathEnd, SelfDraftPlanner
 from vllm_tokenswift.draft.planner.self_draft_acceptance import SelfDraftPath
 from vllm_tokenswift.draft.proposals.head_proposals import HeadProposals
-from vllm_tokenswift.engine.draft_pass import DraftRow
-from vllm_tokenswift.engine.head_drafter import HeadRequest, SelfDraftRows
+from vllm_tokenswift.engine.draft_pass import DraftPass, DraftRow
+from vllm_tokenswift.engine.draft_request import DraftRequest
+from vllm_tokenswift.engine.head_drafter import HeadDrafter, SelfDraftRows
+from vllm_tokenswift.engine.runner_view import RunnerView
 from vllm_tokenswift.options import MAX_SELF_DRAFT_STEPS
-
-if TYPE_CHECKING:
-    from vllm_tokenswift.engine.drafter import Drafter, DraftRequest
 
 ToStates = Callable[[Any], torch.Tensor]
 """What a pass of the model returned -> hidden states ``[rows, hidden]``."""
@@ -36,7 +35,6 @@ class _Passed:
     """
 
     request: DraftRequest
-    asked: HeadRequest
     place: int
     allocated_blocks: int
     path: SelfDraftPath = field(default_factory=SelfDraftPath)
@@ -62,44 +60,49 @@ class SelfDrafter:
     """
 
     def __init__(
-        self, drafter: Drafter, post_norm: ToStates, read_by_heads: ToStates | None
+        self,
+        runner: RunnerView,
+        draft_pass: DraftPass,
+        head_drafter: HeadDrafter,
+        planner: Planner,
+        post_norm: ToStates,
+        read_by_heads: ToStates | None,
     ) -> None:
-        self._draft_pass = drafter.draft_pass
-        self._head_drafts = drafter.head_drafts
-        self._decisions = drafter.planner.decisions
-        self._planner = SelfDraftPlanner(drafter.planner)
-        self._runner = drafter.runner
+        self._runner = runner
+        self._draft_pass = draft_pass
+        self._head_drafter = head_drafter
+        self._decisions = planner.decisions
+        self._planner = SelfDraftPlanner(planner)
         self._post_norm, self._read_by_heads = post_norm, read_by_heads
 
     def candidates(
         self,
         requests: Sequence[DraftRequest],
-        asked: Sequence[HeadRequest],
         planned: Sequence[PlannedRequest],
         wanted: Sequence[bool],
         num_undrafted: int,
     ) -> list[HeadProposals]:
         """What passes say, and heads below it.
 
-        requests, asked: those that have a pass. planned, wanted: of the whole step, and who among
+        requests: those that have a pass. planned, wanted: of the whole step, and who among
         them has one.
         """
         places = [place for place, want in enumerate(wanted) if want]
         passed = [
-            _Passed(request, of, place, self._allocated_blocks(request))
-            for request, of, place in zip(requests, asked, places, strict=True)
+            _Passed(request, place, self._allocated_blocks(request))
+            for request, place in zip(requests, places, strict=True)
         ]
         self._renew_blocks(passed, planned, num_undrafted)
         output = self._run(passed, [request.bonus_token for request in requests], depth=0)
         if not self._planner.is_asked:
-            return self._head_drafts.candidates(asked, *self._states(output))
+            return self._head_drafter.candidates(requests, *self._states(output))
         ages: list[int | None] = [None] * len(planned)
         for one in passed:
             ages[one.place] = one.age(1)
         if self._planner.may_go_on(planned, ages, wanted, num_undrafted):
             found = self._in_a_row(passed, output, planned, num_undrafted)
         else:
-            found = self._head_drafts.candidates(asked, *self._states(output))
+            found = self._head_drafter.candidates(requests, *self._states(output))
             for one, candidates in zip(passed, found, strict=True):
                 self._follow(one, candidates.tokens[0], candidates.probabilities[0], planned)
         for one in passed:
@@ -120,7 +123,7 @@ class SelfDrafter:
         while True:
             own, start = self._states(output)
             depth += 1
-            said = self._head_drafts.own_top([one.asked for one in going], own)
+            said = self._head_drafter.own_top([one.request for one in going], own)
             for one, tokens, probabilities in zip(going, *said, strict=True):
                 place = self._follow(one, tokens, probabilities, planned)
                 one.rows.add(tokens, probabilities, place)
@@ -141,8 +144,8 @@ class SelfDrafter:
         if starts and start is not None:
             starts.update((one.place, start[row]) for row, one in enumerate(going))
             start = torch.stack([starts[one.place] for one in passed])
-        return self._head_drafts.candidates_below(
-            [one.asked for one in passed],
+        return self._head_drafter.candidates_below(
+            [one.request for one in passed],
             [one.rows for one in passed],
             start,
         )

@@ -10,7 +10,7 @@ whose passes are long, stay with vLLM.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +19,8 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_tokenswift.common.staging import Staging
 from vllm_tokenswift.engine.row_layout import lay_out_rows
+from vllm_tokenswift.engine.runner_view import RunnerView
 from vllm_tokenswift.engine.step import StepTrees
-
-if TYPE_CHECKING:
-    from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class RowArrays:
 class StepInputs:
     """Fills the runner's persistent buffers for steps of decoding requests."""
 
-    def __init__(self, runner: TokenSwiftRunnerMixin) -> None:
+    def __init__(self, runner: RunnerView) -> None:
         self.runner = runner
         self._staging = Staging(runner.device)
         # The block table's rows as they are on the device; unknown at first.

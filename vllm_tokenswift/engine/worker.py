@@ -29,15 +29,15 @@ class TokenSwiftWorkerMixin(_Worker):
     # What changes the model or its cache between steps: a pass ahead was made with the old.
 
     def sleep(self, *args: Any, **kwargs: Any) -> None:
-        self.model_runner.ahead.drop()
+        self.model_runner.prelauncher.drop()
         super().sleep(*args, **kwargs)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        self.model_runner.ahead.drop()
+        self.model_runner.prelauncher.drop()
         super().reload_weights(*args, **kwargs)
 
     def update_weights(self, *args: Any, **kwargs: Any) -> None:
-        self.model_runner.ahead.drop()
+        self.model_runner.prelauncher.drop()
         super().update_weights(*args, **kwargs)
 
     def shutdown(self) -> None:
@@ -51,4 +51,4 @@ class TokenSwiftWorkerMixin(_Worker):
         """Counters of this worker: those of :class:`vllm_tokenswift.metrics.Stats`, and
         ``decisions``, see :class:`vllm_tokenswift.draft.planner.planner.Planner`."""
         runner = self.model_runner
-        return {**runner.stats.as_dict(), "decisions": dict(runner.drafting.planner.decisions)}
+        return {**runner.stats.as_dict(), "decisions": dict(runner.tree_drafter.planner.decisions)}

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_kit import engine as inner_engine
+from engine_kit import generate, prompt_of, runner_of, tokenswift
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
@@ -95,6 +97,28 @@ def test_all_modes_write_the_tokens_of_plain_vllm(written: dict[str, WrittenBatc
     assert written["plain"].stats == {}
     for mode, batch in written.items():
         assert tokens_of(batch) == tokens_of(written["plain"]), mode
+
+
+def test_every_mode_runs_the_draft_pass_of_the_engine(tiny_model: Path) -> None:
+    """There the graphs of a GPU are captured over its buffers; another pass would not be."""
+    fixed = {"always": {"plan": "fixed", "self_draft": "always"}}
+    arguments = {
+        **tokenswift(plan="auto"),
+        "worker_extension_cls": f"{modes.__name__}.ModesOfAWorker",
+    }
+    with inner_engine(tiny_model, **arguments) as llm:
+        runner = runner_of(llm)
+        llm.collective_rpc("make_modes", args=(fixed,))
+        llm.collective_rpc("change_mode", args=("always",))
+        run, passes = runner.draft_pass.run, []
+
+        def counted_run(rows: Any) -> Any:
+            passes.append(rows)
+            return run(rows)
+
+        runner.draft_pass.run = counted_run
+        generate(llm, [prompt_of(20, seed=0)], SamplingParams(temperature=0, max_tokens=9))
+        assert len(passes) == runner.stats.num_draft_passes > 0
 
 
 @pytest.mark.parametrize("mode", ["fixed", "table"])  # with heads and without

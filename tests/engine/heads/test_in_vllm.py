@@ -115,7 +115,7 @@ def test_heads_in_vllm_give_the_trainers_logits(
 
 def _watch_paths(worker: Any) -> None:
     """Keeps, of every iteration, the heads' rows and the state and token they began with."""
-    drafts = worker.model_runner.drafting.head_drafts
+    drafts = worker.model_runner.tree_drafter.head_drafter
     candidates = drafts.candidates
     worker.model_runner.paths_seen = []
 

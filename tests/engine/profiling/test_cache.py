@@ -241,7 +241,7 @@ def test_an_engine_that_starts_again_plans_with_the_kept_curve_unless_it_was_a_b
         pass_times, "time", SimpleNamespace(perf_counter=lambda: next(ticks) / 1000)
     )
     with engine(tiny_model, **tokenswift()) as llm:
-        measured = runner_of(llm).drafting.planner.cost
+        measured = runner_of(llm).tree_drafter.planner.cost
     [path] = cost_folder().iterdir()
     kept = json.loads(path.read_text())
     assert CostModel.from_json(json.dumps(kept["cost"])) == measured
@@ -253,6 +253,6 @@ def test_an_engine_that_starts_again_plans_with_the_kept_curve_unless_it_was_a_b
     for written in (of_a_quiet_machine, of_a_busy_one):
         write_cost(kept["key"], written)
         with engine(tiny_model, **tokenswift()) as llm:
-            planned_with = runner_of(llm).drafting.planner.cost
+            planned_with = runner_of(llm).tree_drafter.planner.cost
         assert (planned_with == written) is (written == of_a_quiet_machine)
     assert read_cost(kept["key"]) == planned_with

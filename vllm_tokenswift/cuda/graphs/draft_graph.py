@@ -8,7 +8,8 @@ ordinary way; there is one only now and then.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from vllm.compilation.monitor import set_cudagraph_capturing_enabled
@@ -20,23 +21,25 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_tokenswift.cuda.attention.tree_attention import CUDATreeAttention
 from vllm_tokenswift.engine.draft_pass import DraftPass, PassInputs
+from vllm_tokenswift.engine.runner_view import RunnerView
 from vllm_tokenswift.engine.tree_attention import LayerMetadata
 
-if TYPE_CHECKING:
-    from vllm_tokenswift.cuda.runner import TokenSwiftGPUModelRunner
-
 _COUNTS = (1, 2, 4, 8, 16)  # requests of a captured pass
+# vLLM keeps a model's full graphs by shape alone: captured for a second draft pass they would be
+# the first one's, which read the first one's buffers.
+_captured_models: WeakSet[Any] = WeakSet()
 
 
 class GraphedDraftPass(DraftPass):
-    """:class:`DraftPass` that replays a captured pass where there is one.
+    """:class:`DraftPass` that replays a captured pass where there is one; a model has only one.
 
     budget_blocks: the most blocks that a pass over the partial cache reads.
     """
 
-    def __init__(self, runner: TokenSwiftGPUModelRunner, budget_blocks: int) -> None:
+    def __init__(self, runner: RunnerView, budget_blocks: int) -> None:
         super().__init__(runner)
         self.runner = runner
+        self._is_captured = False
         assert isinstance(runner.tree_attention, CUDATreeAttention)
         self.trees = runner.tree_attention
         self.counts = [count for count in _COUNTS if count <= runner.max_num_reqs]
@@ -53,7 +56,16 @@ class GraphedDraftPass(DraftPass):
         self.starts_cpu = torch.arange(most + 1, dtype=torch.int32)
 
     def capture(self) -> None:
-        """Captures a pass for every number of requests; once, at start-up."""
+        """Captures a pass for every number of requests; once, at start-up.
+
+        Raises:
+            RuntimeError: Where the model's draft passes are captured already.
+        """
+        if self.runner.model in _captured_models:
+            raise RuntimeError(
+                "the draft passes of this model are captured already: graphs would be replayed "
+                "that read the buffers of another GraphedDraftPass"
+            )
         self.seq_lens.fill_(1)
         self.slots.fill_(-1)
         set_cudagraph_capturing_enabled(True)
@@ -63,11 +75,15 @@ class GraphedDraftPass(DraftPass):
                     self._run(count, mode)
                 torch.cuda.synchronize()
         set_cudagraph_capturing_enabled(False)
+        _captured_models.add(self.runner.model)
+        self._is_captured = True
 
     def forward(self, inputs: PassInputs) -> tuple[Any, LayerMetadata]:
         _, n, width = inputs.tables.shape
         if inputs.ranking or n > self.counts[-1] or width > self.tables.shape[2]:
             return super().forward(inputs)
+        if not self._is_captured:
+            raise RuntimeError("a draft pass was asked for before GraphedDraftPass.capture()")
         count = next(count for count in self.counts if count >= n)
         given = self._staging.to_device(
             inputs.tables, inputs.seq_lens, inputs.slots, inputs.token_ids, inputs.positions

@@ -9,7 +9,7 @@ spreads it among the buffers and makes FlashAttention's schedule anew.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,22 +21,27 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_tokenswift.common.staged_arrays import ArrayShape, StagedArrays
 from vllm_tokenswift.cuda.attention.ancestor_rows import pack_rows
+from vllm_tokenswift.cuda.attention.backend import TreeMetadataBuilder
 from vllm_tokenswift.cuda.graphs.capture import captured
+from vllm_tokenswift.engine.runner_view import RunnerView
 from vllm_tokenswift.engine.step import StepTrees
-from vllm_tokenswift.engine.step_inputs import RowArrays, logits_layout
-
-if TYPE_CHECKING:
-    from vllm_tokenswift.cuda.runner import TokenSwiftGPUModelRunner
+from vllm_tokenswift.engine.step_inputs import RowArrays, StepInputs, logits_layout
 
 
 class VerifyGraph:
     """The pass of one captured shape: ``shape.num_reqs`` requests at most, of equally many rows
     at most."""
 
-    def __init__(self, runner: TokenSwiftGPUModelRunner, shape: BatchDescriptor) -> None:
+    def __init__(
+        self,
+        runner: RunnerView,
+        step_inputs: StepInputs,
+        builder: TreeMetadataBuilder,
+        shape: BatchDescriptor,
+    ) -> None:
         assert shape.num_reqs is not None
         self.runner, self.shape = runner, shape
-        self._builder = runner.attn_groups[0][0].get_metadata_builder()
+        self._step_inputs, self._builder = step_inputs, builder
         count, num_rows = shape.num_reqs, shape.num_tokens
         blocks = runner.input_batch.block_table[0]
         self._slots = blocks.slot_mapping.gpu[:num_rows]
@@ -89,10 +94,10 @@ class VerifyGraph:
         plan: StepTrees,
         newest: torch.Tensor | None,
     ) -> tuple[Any, Any, Any]:
-        """See :class:`~vllm_tokenswift.engine.prelaunch.VerifyGraph`."""
+        """See :meth:`~vllm_tokenswift.engine.runner_view.PassLauncher.launch`."""
         if self._copied is not None:
             self._copied.synchronize()  # the last step may still read the host's arrays
-        num_drafts = self.runner.step_inputs.lay_out(num_rows, plan, self._rows)
+        num_drafts = self._step_inputs.lay_out(num_rows, plan, self._rows)
         total = int(num_rows.sum())
         self._rows.slots[total:] = -1  # padding writes no KV
         self._padding[:total], self._padding[total:] = False, True
@@ -141,12 +146,15 @@ class VerifyGraph:
         self._builder.reschedule(self._common, self._built)
 
 
-def prepare_passes(
-    runner: TokenSwiftGPUModelRunner, shapes: Sequence[BatchDescriptor]
+def make_verify_graphs(
+    runner: RunnerView,
+    step_inputs: StepInputs,
+    builder: TreeMetadataBuilder,
+    shapes: Sequence[BatchDescriptor],
 ) -> dict[BatchDescriptor, VerifyGraph]:
     """Once, at start-up, when the runner's own graphs of these shapes have been captured."""
-    passes = {shape: VerifyGraph(runner, shape) for shape in shapes}
-    spreads = captured([prepared.spread for prepared in passes.values()], runner.device)
-    for prepared, run_spread in zip(passes.values(), spreads, strict=True):
-        prepared.run_spread = run_spread
-    return passes
+    graphs = {shape: VerifyGraph(runner, step_inputs, builder, shape) for shape in shapes}
+    spreads = captured([graph.spread for graph in graphs.values()], runner.device)
+    for graph, run_spread in zip(graphs.values(), spreads, strict=True):
+        graph.run_spread = run_spread
+    return graphs

@@ -18,7 +18,7 @@ import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -32,9 +32,6 @@ from vllm_tokenswift.engine.profiling.pass_times import Contexts, PassTimes, Sha
 from vllm_tokenswift.heads.files import write_text_whole
 from vllm_tokenswift.heads.model import DraftHeads
 
-if TYPE_CHECKING:
-    from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
-
 Key = Mapping[str, Any]
 """What a curve was measured for, in plain JSON values."""
 
@@ -44,25 +41,6 @@ _CPU_INFO = Path("/proc/cpuinfo")
 _TIMES_SLOWER = 1.4
 
 logger = init_logger(__name__)
-
-
-def cached_cost(
-    runner: TokenSwiftRunnerMixin,
-    curve: PassTimes,
-    completed: Callable[[CostModel], CostModel],
-) -> CostModel:
-    """The cost model of the runner's engine: the cached one, or measured and cached now.
-
-    completed: adds to what the curve measured. To be called on every rank, and the same on
-    every rank.
-    """
-    shapes = runner.verify_shapes()
-    contexts = curve.contexts(shapes, runner.kv_cache_config.num_blocks, runner.max_model_len)
-    return measured_once(
-        cost_key(runner.vllm_config, curve, runner.drafter.heads, shapes, contexts),
-        lambda: completed(curve.measure(shapes, contexts)),
-        lambda: curve.plain_ms(shapes, contexts.short),
-    )
 
 
 def measured_once(

@@ -16,8 +16,8 @@ from vllm.v1.worker.block_table import MultiGroupBlockTable
 
 from vllm_tokenswift.cuda.attention.tree_kernel import pack_ancestors
 from vllm_tokenswift.cuda.attention.tree_rows import TreeRowBuffers
-from vllm_tokenswift.cuda.graphs import verify_graph as prepared_pass
-from vllm_tokenswift.cuda.graphs.verify_graph import VerifyGraph, prepare_passes
+from vllm_tokenswift.cuda.graphs import verify_graph as verify_graph_module
+from vllm_tokenswift.cuda.graphs.verify_graph import VerifyGraph, make_verify_graphs
 from vllm_tokenswift.engine.step import RequestTree, StepTrees
 from vllm_tokenswift.engine.step_inputs import StepInputs
 from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
@@ -75,7 +75,6 @@ class Runner(SimpleNamespace):
             is_padding=torch.zeros(MOST_ROWS, dtype=torch.bool, device=device),
             prefix_lens=self.builder.tree_rows.prefix_lens,
             tree_attention=SimpleNamespace(block_size=BLOCK_SIZE, layer_names=LAYERS),
-            attn_groups=[[SimpleNamespace(get_metadata_builder=lambda: self.builder)]],
             input_batch=SimpleNamespace(
                 block_table=table,
                 token_ids_cpu=rng.integers(1, 999, (MOST_REQUESTS, MODEL_LEN)).astype(np.int32),
@@ -108,6 +107,10 @@ class Runner(SimpleNamespace):
         return {name: tensor.clone() for name, tensor in inputs.items()}
 
 
+def verify_graph_of(runner: Any, shape: BatchDescriptor) -> VerifyGraph:
+    return make_verify_graphs(runner, runner.step_inputs, runner.builder, [shape])[shape]
+
+
 def random_tree(most: int, rng: np.random.Generator) -> DraftTree:
     parents = [int(rng.integers(0, i + 1)) for i in range(rng.integers(0, most))]
     return DraftTree.build(rng.integers(1, 999, len(parents)).astype(np.int32), parents)
@@ -116,7 +119,7 @@ def random_tree(most: int, rng: np.random.Generator) -> DraftTree:
 @pytest.fixture(autouse=True)
 def no_forward_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's needs a configuration; the passes here read nothing of it."""
-    monkeypatch.setattr(prepared_pass, "set_forward_context", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(verify_graph_module, "set_forward_context", lambda *_, **__: nullcontext())
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -125,7 +128,7 @@ def test_buffers_hold_what_the_ordinary_way_puts_there(seed: int, device: torch.
     rng = np.random.default_rng(seed)
     shape = BatchDescriptor(num_tokens=MOST_ROWS, num_reqs=MOST_REQUESTS, uniform=True)
     prepared, ordinary = Runner(device, seed), Runner(device, seed)
-    launched = prepare_passes(prepared, [shape])[shape]
+    launched = verify_graph_of(prepared, shape)
     for _ in range(4):
         trees = [random_tree(15, rng) for _ in range(rng.integers(1, MOST_REQUESTS + 1))]
         computed = [int(n) for n in rng.integers(1, MODEL_LEN - 32, len(trees))]
@@ -159,7 +162,7 @@ def test_buffers_hold_what_the_ordinary_way_puts_there(seed: int, device: torch.
 def test_tokens_that_nobody_has_read_come_from_the_device(device: torch.device) -> None:
     runner = Runner(device, seed=1)
     shape = BatchDescriptor(num_tokens=2, num_reqs=2, uniform=True)
-    prepared: VerifyGraph = prepare_passes(runner, [shape])[shape]
+    prepared = verify_graph_of(runner, shape)
     num_rows, plan = runner.begin([EMPTY_TREE, EMPTY_TREE], [9, 30])
     newest = torch.tensor([501, 502], device=device)
     _, _, output = prepared.launch(num_rows, plan, newest)

@@ -10,7 +10,8 @@ from vllm.sampling_params import SamplingParams
 from vllm_tokenswift.cuda.heads.beam_graph import HeadBeamGraphs
 from vllm_tokenswift.cuda.sampling.tree_sampler import CUDATreeSampler
 from vllm_tokenswift.draft.proposals.head_proposals import HeadProposals
-from vllm_tokenswift.engine.head_drafter import HeadDrafter, HeadRequest
+from vllm_tokenswift.engine.draft_request import HeadRequest
+from vllm_tokenswift.engine.head_drafter import HeadDrafter
 from vllm_tokenswift.heads.model import DraftHeads
 from vllm_tokenswift.options import TokenSwiftOptions
 
@@ -69,7 +70,7 @@ def head_drafts(device: torch.device, at_once: bool) -> HeadDrafter:
     tree_sampler = CUDATreeSampler(VOCAB, device, options)
     requests_of(tree_sampler)
 
-    def make_descent(heads: Any, part: Any, lm_rows: Any, least: float) -> HeadBeamGraphs | None:
+    def make_head_beam(heads: Any, part: Any, lm_rows: Any, least: float) -> HeadBeamGraphs | None:
         if not at_once:
             return None
         return HeadBeamGraphs(heads, part, lm_rows, target.embed_input_ids, least, max_requests=4)
@@ -78,10 +79,10 @@ def head_drafts(device: torch.device, at_once: bool) -> HeadDrafter:
         model=target,
         tree_sampler=tree_sampler,
         options=options,
-        drafter=SimpleNamespace(heads=heads),
+        heads=heads,
         model_config=SimpleNamespace(get_hidden_size=lambda: HIDDEN, dtype=torch.float32),
         device=device,
-        make_descent=make_descent,
+        make_head_beam=make_head_beam,
     )
     return HeadDrafter(runner)
 
