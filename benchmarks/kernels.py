@@ -59,6 +59,7 @@ from vllm_tokenswift.cuda.sampling.penalty_kernel import (
     penalise_windows,
     penalise_windows_reference,
 )
+from vllm_tokenswift.cuda.sampling.row_parameters import RowSampling, RowWindows
 from vllm_tokenswift.cuda.sampling.sample_kernel import sample_rows, sample_rows_reference
 from vllm_tokenswift.cuda.sampling.seed_noise import SeedNoise
 from vllm_tokenswift.draft.top_tokens import NO_TOKEN, TOP_K, TOP_K_COLUMNS
@@ -352,50 +353,52 @@ def check_cache_kernels(report: Report) -> None:
         )
 
 
-def penalty_case(rows: int, window: int) -> dict[str, torch.Tensor]:
+def penalty_case(rows: int, window: int) -> tuple[RowWindows[torch.Tensor], torch.Tensor]:
+    """Windows of so many rows of one request, and theta."""
+
     def int32(values: object) -> torch.Tensor:
         return torch.as_tensor(values, dtype=torch.int32, device=DEVICE)
 
-    return {
-        "history": torch.randint(0, 900, (1, window), dtype=torch.int32, device=DEVICE),
-        "history_lens": int32([window]),
-        "window_sizes": int32([window]),
-        "owners": int32([0] * rows),
-        "path": torch.randint(0, 900, (rows, 8), dtype=torch.int32, device=DEVICE),
-        "depths": torch.arange(rows, dtype=torch.int32, device=DEVICE) % 9,
-        "theta": torch.full((rows,), 1.1, device=DEVICE),
-    }
+    windows = RowWindows(
+        history=torch.randint(0, 900, (1, window), dtype=torch.int32, device=DEVICE),
+        history_lens=int32([window]),
+        window_sizes=int32([window]),
+        owners=int32([0] * rows),
+        path=torch.randint(0, 900, (rows, 8), dtype=torch.int32, device=DEVICE),
+        depths=torch.arange(rows, dtype=torch.int32, device=DEVICE) % 9,
+    )
+    return windows, torch.full((rows,), 1.1, device=DEVICE)
 
 
-def sampling_case(rows: int, vocab: int) -> dict[str, torch.Tensor]:
-    return {
-        "logits": torch.randn(rows, vocab, device=DEVICE) * 3,
-        "seeds": torch.randint(1 << 62, (rows,), device=DEVICE),
-        "positions": 1000 + torch.arange(rows, device=DEVICE) % 9,
-        "temperature": torch.ones(rows, device=DEVICE),
-        "min_p": torch.full((rows,), 0.1, device=DEVICE),
-        "eta_epsilon": torch.zeros(rows, device=DEVICE),
-        "eta_alpha": torch.zeros(rows, device=DEVICE),
-    }
+def sampling_case(rows: int, vocab: int) -> tuple[torch.Tensor, RowSampling]:
+    """Logits, and how their rows are sampled."""
+    return torch.randn(rows, vocab, device=DEVICE) * 3, RowSampling(
+        seeds=torch.randint(1 << 62, (rows,), device=DEVICE),
+        positions=1000 + torch.arange(rows, device=DEVICE) % 9,
+        temperature=torch.ones(rows, device=DEVICE),
+        min_p=torch.full((rows,), 0.1, device=DEVICE),
+        eta_epsilon=torch.zeros(rows, device=DEVICE),
+        eta_alpha=torch.zeros(rows, device=DEVICE),
+    )
 
 
 def check_sampling(report: Report) -> None:
-    case = penalty_case(17, 500)
+    windows, theta = penalty_case(17, 500)
     logits = torch.randn(17, 5000, device=DEVICE)
     expected = logits.clone()
-    penalise_windows(logits, **case)
-    penalise_windows_reference(expected, **case)
+    penalise_windows(logits, windows, theta)
+    penalise_windows_reference(expected, windows, theta)
     report.check("windowed penalty", logits, expected, 1e-7)
-    sampling = sampling_case(65, 49152)
-    sampling["temperature"][::3] = 0.8
-    sampling["temperature"][1::5] = 0.0
-    sampling["min_p"][::2] = 0.0
-    sampling["eta_epsilon"][::4] = 2e-4
-    sampling["eta_alpha"][::4] = 2e-4**0.5
+    logits, sampling = sampling_case(65, 49152)
+    sampling.temperature[::3] = 0.8
+    sampling.temperature[1::5] = 0.0
+    sampling.min_p[::2] = 0.0
+    sampling.eta_epsilon[::4] = 2e-4
+    sampling.eta_alpha[::4] = 2e-4**0.5
     shape = (65, TOP_K_COLUMNS)
     top_k, expected_top_k = torch.full((2, *shape), NO_TOKEN, dtype=torch.int32, device=DEVICE)
-    same = sample_rows(**sampling, verify_top_k=top_k) == sample_rows_reference(
-        **sampling, verify_top_k=expected_top_k
+    same = sample_rows(logits, sampling, verify_top_k=top_k) == sample_rows_reference(
+        logits, sampling, verify_top_k=expected_top_k
     )
     report.check(
         "sampled tokens, at most one of 65 differs", same.double().cpu(), torch.ones(65), 0.13
@@ -698,19 +701,18 @@ def time_sampling(report: Report) -> None:
         for chunk, num_warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8)):
             report.time(
                 f"sample 33 x {vocab} chunk {chunk} w{num_warps}",
-                lambda c=case, k=chunk, w=num_warps: sample_rows(**c, chunk=k, num_warps=w),
+                lambda c=case, k=chunk, w=num_warps: sample_rows(*c, chunk=k, num_warps=w),
                 host=chunk == 4096,
             )
         report.time(
             f"sample 33 x {vocab} in vLLM's launches",
-            lambda c=case: sample_rows_reference(**c),
+            lambda c=case: sample_rows_reference(*c),
             host=True,
         )
-        penalty = penalty_case(33, 1024)
-        logits = case["logits"]
+        logits, penalty = case[0], penalty_case(33, 1024)
         report.time(
             f"penalty 33 x {vocab}",
-            lambda x=logits, p=penalty: penalise_windows(x, **p),
+            lambda x=logits, p=penalty: penalise_windows(x, *p),
             host=True,
         )
         report.time(

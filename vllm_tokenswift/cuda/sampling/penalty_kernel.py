@@ -29,18 +29,14 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_tokenswift.cuda.sampling.row_parameters import RowWindows
+
 
 def penalise_windows_reference(
-    logits: torch.Tensor,
-    history: torch.Tensor,
-    history_lens: torch.Tensor,
-    window_sizes: torch.Tensor,
-    owners: torch.Tensor,
-    path: torch.Tensor,
-    depths: torch.Tensor,
-    theta: torch.Tensor,
+    logits: torch.Tensor, windows: RowWindows[torch.Tensor], theta: torch.Tensor
 ) -> None:
     """Eager twin of :func:`penalise_windows`: same arguments."""
+    history, history_lens, window_sizes, owners, path, depths = windows
     for row in range(len(logits)):
         owner, depth = int(owners[row]), int(depths[row])
         text = history[owner, history.shape[1] - int(history_lens[owner]) :]
@@ -112,36 +108,23 @@ def _write_values_kernel(
 
 
 def penalise_windows(
-    logits: torch.Tensor,
-    history: torch.Tensor,
-    history_lens: torch.Tensor,
-    window_sizes: torch.Tensor,
-    owners: torch.Tensor,
-    path: torch.Tensor,
-    depths: torch.Tensor,
-    theta: torch.Tensor,
-    chunk: int = 256,
+    logits: torch.Tensor, windows: RowWindows[torch.Tensor], theta: torch.Tensor, chunk: int = 256
 ) -> None:
     """Apply the windowed penalty in place; see the module's header.
 
-    logits: float32 ``[num_rows, vocab]``, rows contiguous.
-    history: int32 ``[num_requests, width]``, contiguous, the newest committed tokens of
-        each request, right-aligned; width is at least the largest window or text.
-    history_lens: int32 ``[num_requests]``, tokens of it that are text.
-    window_sizes: int32 ``[num_requests]``, the paper's W of each request.
-    owners: int32 ``[num_rows]``, the request of each row.
-    path: int32 ``[num_rows, max_depth]``, contiguous; the drafts from the root's child
-        down to the row's node, left-aligned.
-    depths: int32 ``[num_rows]``, how many of them.
-    theta: float32 ``[num_rows]``, the penalty of each row, at least 1.
+    Args:
+        logits: float32 ``[num_rows, vocab]``, rows contiguous.
+        windows: of every row.
+        theta: float32 ``[num_rows]``, the penalty of each row, at least 1.
+        chunk: places of a window that one program looks at, a power of 2.
     """
+    history, path = windows.history, windows.path
     width, max_depth = history.shape[1], path.shape[1]
     num_rows = logits.shape[0]
     values = logits.new_empty(num_rows, width + max_depth)
     grid = (num_rows, triton.cdiv(width + max_depth, chunk))
     arguments = (
-        logits, values, history, history_lens, window_sizes, owners, path, depths, theta,
-        logits.stride(0), width, max_depth,
+        logits, values, *windows, theta, logits.stride(0), width, max_depth,
     )  # fmt: skip
     _penalised_values_kernel[grid](*arguments, CHUNK=chunk)
     _write_values_kernel[grid](*arguments, CHUNK=chunk)

@@ -49,6 +49,7 @@ from vllm.v1.worker.gpu.sample.gumbel import (
 )
 from vllm.v1.worker.gpu.sample.min_p import apply_min_p
 
+from vllm_tokenswift.cuda.sampling.row_parameters import RowSampling
 from vllm_tokenswift.cuda.top_entries import keep_largest, kept_of_row
 from vllm_tokenswift.draft.top_tokens import LEAST_PROBABILITY, NO_TOKEN, TOP_K, TOP_K_COLUMNS
 from vllm_tokenswift.sampling.constraints import apply_eta
@@ -62,29 +63,25 @@ _NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 def sample_rows_reference(
     logits: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    temperature: torch.Tensor,
-    min_p: torch.Tensor,
-    eta_epsilon: torch.Tensor,
-    eta_alpha: torch.Tensor,
+    rows: RowSampling,
     use_fp64: bool = False,
     verify_top_k: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Twin of :func:`sample_rows` in vLLM's own launches: same arguments."""
+    temperature = rows.temperature
     x = logits.to(torch.float32, copy=True)
     every = torch.arange(len(x), dtype=torch.int32, device=x.device)
     apply_temperature(x, every, temperature)
-    apply_min_p(x, every, min_p)
-    apply_eta(x, eta_epsilon[:, None], eta_alpha[:, None])
+    apply_min_p(x, every, rows.min_p)
+    apply_eta(x, rows.eta_epsilon[:, None], rows.eta_alpha[:, None])
     if verify_top_k is not None:
         verify_top_k.copy_(torch.from_numpy(top_k_rows(x)))
     return gumbel_sample(
         x,
         every,
         temperature,
-        seeds,
-        positions,
+        rows.seeds,
+        rows.positions,
         apply_temperature=False,
         is_drafting=False,
         use_fp64=use_fp64,
@@ -250,12 +247,7 @@ def _row_samples_kernel(
 
 def sample_rows(
     logits: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    temperature: torch.Tensor,
-    min_p: torch.Tensor,
-    eta_epsilon: torch.Tensor,
-    eta_alpha: torch.Tensor,
+    rows: RowSampling,
     use_fp64: bool = False,
     has_constraints: bool = True,
     verify_top_k: torch.Tensor | None = None,
@@ -264,17 +256,20 @@ def sample_rows(
 ) -> torch.Tensor:
     """Sample every row; see the module's header.
 
-    logits: ``[num_rows, vocab]`` float32, bf16 or fp16, rows contiguous, before temperature.
-    seeds, positions: int64 ``[num_rows]``: the request's seed, and the sequence position of
-        the row's own token (the sample's position is the next one).
-    temperature, min_p, eta_epsilon, eta_alpha: float32 ``[num_rows]``; 0 of the first is
-        greedy, 0 of min_p and of eta_epsilon switches that constraint off.
-    use_fp64: noise and its sum with the logits in float64 (vLLM's ``use_fp64_gumbel``).
-    has_constraints: False promises that min_p and eta_epsilon are 0 in every row.
-    verify_top_k: int32 ``[num_rows, TOP_K_COLUMNS]``, takes each row's likeliest tokens
-        (``draft/top_tokens.py``; behind an id of -1 stands no probability); None where nobody
-        asks for them.
-    Returns int64 ``[num_rows]``.
+    Args:
+        logits: ``[num_rows, vocab]`` float32, bf16 or fp16, rows contiguous, before
+            temperature.
+        rows: how each is sampled.
+        use_fp64: noise and its sum with the logits in float64 (vLLM's ``use_fp64_gumbel``).
+        has_constraints: False promises that min_p and eta_epsilon are 0 in every row.
+        verify_top_k: int32 ``[num_rows, TOP_K_COLUMNS]``, takes each row's likeliest tokens
+            (``draft/top_tokens.py``; behind an id of -1 stands no probability); None where
+            nobody asks for them.
+        chunk: tokens that one program looks at, a power of 2.
+        num_warps: of such a program.
+
+    Returns:
+        int64 ``[num_rows]``.
     """
     num_rows, vocab = logits.shape
     num_chunks = triton.cdiv(vocab, chunk)
@@ -293,7 +288,7 @@ def sample_rows(
     if has_constraints:
         _row_statistics_kernel[(num_rows, num_chunks)](
             logits,
-            temperature,
+            rows.temperature,
             statistics,
             logits.stride(0),
             vocab,
@@ -303,12 +298,7 @@ def sample_rows(
         )
     _chunk_samples_kernel[(num_rows, num_chunks)](
         logits,
-        seeds,
-        positions,
-        temperature,
-        min_p,
-        eta_epsilon,
-        eta_alpha,
+        *rows,
         statistics,
         scores,
         tokens,

@@ -15,8 +15,12 @@ _MASK64 = (1 << 64) - 1
 class SeedNoise(PositionDraws):
     """A request's seed. Nothing is drawn, so nothing is pending or consumed.
 
-    seed: an int64; the request's own, or for an unseeded one a random one, drawn as
-    vLLM's ``SamplingStates`` draws it.
+    Args:
+        generator: of a seeded request; None where it has no seed.
+
+    Attributes:
+        seed: an int64; the request's own, or for an unseeded one a random one, drawn as
+            vLLM's ``SamplingStates`` draws it.
     """
 
     def __init__(self, generator: torch.Generator | None) -> None:
@@ -31,6 +35,6 @@ class SeedNoise(PositionDraws):
         pass
 
     def noise_from(self, position: int) -> GumbelNoise:
-        """The noise of the positions from this one on."""
+        """The noise of the positions from a sequence position on."""
         keys = np.array([self.seed & _MASK64, position], np.uint64)
         return GumbelNoise(MURMUR, lambda _: keys)

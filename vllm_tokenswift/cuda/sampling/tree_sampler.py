@@ -19,7 +19,7 @@ from vllm.utils.torch_utils import PIN_MEMORY, current_stream
 
 from vllm_tokenswift.common.staging import Staging
 from vllm_tokenswift.cuda.sampling.penalty_kernel import penalise_windows
-from vllm_tokenswift.cuda.sampling.row_parameters import ScoredRows
+from vllm_tokenswift.cuda.sampling.row_parameters import RowParameters, RowSampling, RowWindows
 from vllm_tokenswift.cuda.sampling.sample_kernel import sample_rows
 from vllm_tokenswift.cuda.sampling.seed_noise import SeedNoise
 from vllm_tokenswift.draft.gumbel_noise import GumbelNoise
@@ -36,7 +36,7 @@ class CUDATreeSampler(TreeSampler):
     """See :class:`~vllm_tokenswift.sampling.tree_sampler.TreeSampler`.
 
     Samples with the noise of vLLM's model runner V2, plain decoding's on CUDA: a seeded
-    request emits the tokens that it emits there.
+    request emits the tokens that it emits there. The arguments are that class's.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class CUDATreeSampler(TreeSampler):
 
     def draft_probabilities(self, logits: torch.Tensor, req_ids: Sequence[str]) -> torch.Tensor:
         states = [self._states[req_id] for req_id in req_ids]
-        rows = ScoredRows.of(states, [EMPTY_TREE] * len(states))
-        temperature, min_p, _, _, theta, *window = self._draft_staging.to_device(
-            *rows.parameters, *rows.window
+        rows = RowParameters.from_states(states, [EMPTY_TREE] * len(states))
+        temperature, min_p, _, _, theta, *windows = self._draft_staging.to_device(
+            *rows.parameters, *(rows.windows or ())
         )
         shaped = logits.to(torch.float32, copy=True)
         shaped = self._shape_general(
@@ -78,8 +78,8 @@ class CUDATreeSampler(TreeSampler):
             rows,
             lambda index: Rows([states[i] for i in index], [[]] * len(index), self.device),
         )
-        if window:
-            _penalise(shaped, window, theta)
+        if windows:
+            penalise_windows(shaped, RowWindows(*windows), theta)
         if rows.has_random:
             # 0 stands for greedy; such a row keeps its shape.
             shaped.div_((temperature + (temperature == 0)).unsqueeze(1))
@@ -94,7 +94,8 @@ class CUDATreeSampler(TreeSampler):
     def warm_up(self, logits: torch.Tensor) -> None:
         """Compiles what requests of all kinds launch, so that none of them waits for it.
 
-        logits: ``[2, vocab]``, as the model makes them.
+        Args:
+            logits: ``[2, vocab]``, as the model makes them; left unchanged.
         """
         penalty = {"penalty_theta": 1.5, "penalty_window": 16}
         for params in (
@@ -144,31 +145,26 @@ class CUDATreeSampler(TreeSampler):
     def _sample_rows(self, walk: AcceptanceWalk, top_k: torch.Tensor | None) -> torch.Tensor:
         """The tokens of all logits rows, int64 ``[rows]``; top_k: see :func:`sample_rows`."""
         trees = [group.tree for group in walk.groups]
-        rows = ScoredRows.of(walk.states, trees, all_general=walk.processed is not None)
-        # Each parameter is an array of its own: rows of one array begin at any multiple of 4
-        # bytes, and Triton compiles a kernel for every pattern of addresses that 16 divides.
-        seeds, positions, temperature, min_p, eta_epsilon, eta_alpha, theta, *window = (
-            self._row_staging.to_device(rows.seeds, rows.positions, *rows.parameters, *rows.window)
+        all_general = walk.processed is not None
+        rows = RowParameters.from_states(walk.states, trees, all_general)
+        staged = self._row_staging.to_device(
+            rows.seeds, rows.positions, *rows.parameters, *(rows.windows or ())
         )
+        sampling, theta, windows = RowSampling(*staged[:6]), staged[6], staged[7:]
         logits = walk.logits
-        if window or rows.general.any():
+        if windows or rows.general.any():
             logits = self._shape_general(
                 logits.to(torch.float32, copy=True),
                 rows,
                 lambda index: _rows_of(walk, index, self.device),
             )
-        if window:
-            _penalise(logits, window, theta)
+        if windows:
+            penalise_windows(logits, RowWindows(*windows), theta)
         if walk.processed is not None:
             walk.processed.copy_(logits)
         return sample_rows(
             logits,
-            seeds,
-            positions,
-            temperature,
-            min_p,
-            eta_epsilon,
-            eta_alpha,
+            sampling,
             use_fp64=self._use_fp64,
             has_constraints=rows.has_constraints,
             verify_top_k=top_k,
@@ -177,7 +173,7 @@ class CUDATreeSampler(TreeSampler):
     def _shape_general(
         self,
         logits: torch.Tensor,
-        rows: ScoredRows,
+        rows: RowParameters,
         rows_at: Callable[[list[int]], Rows],
     ) -> torch.Tensor:
         """All constraints on the general rows; the others stay as they are.
@@ -197,11 +193,6 @@ class CUDATreeSampler(TreeSampler):
             return part
         logits[index] = part
         return logits
-
-
-def _penalise(logits: torch.Tensor, window: Sequence[torch.Tensor], theta: torch.Tensor) -> None:
-    history, history_lens, window_sizes, owners, path, depths = window
-    penalise_windows(logits, history, history_lens, window_sizes, owners, path, depths, theta)
 
 
 def _rows_of(walk: AcceptanceWalk, index: Sequence[int], device: torch.device) -> Rows:

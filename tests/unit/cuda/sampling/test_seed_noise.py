@@ -2,6 +2,7 @@
 
 import torch
 
+from vllm_tokenswift.cuda.sampling.row_parameters import RowSampling
 from vllm_tokenswift.cuda.sampling.sample_kernel import sample_rows
 from vllm_tokenswift.cuda.sampling.seed_noise import SeedNoise
 
@@ -15,16 +16,9 @@ def test_the_token_with_the_smallest_noise_by_probability_is_drawn(device: torch
     draws = [draws[row % 2] for row in range(rows)]
     seeds = torch.tensor([draw.seed for draw in draws])
     zeros = torch.zeros(rows, device=device)
-    sampled = sample_rows(
-        logits.to(device),
-        seeds.to(device),
-        positions.to(device),
-        torch.ones(rows, device=device),
-        zeros,
-        zeros,
-        zeros,
-        chunk=128,
-    ).tolist()
+    temperature = torch.ones(rows, device=device)
+    sampling = RowSampling(seeds.to(device), positions.to(device), temperature, zeros, zeros, zeros)
+    sampled = sample_rows(logits.to(device), sampling, chunk=128).tolist()
     for row in range(rows):
         gumbel_noise = draws[row].noise_from(int(positions[row]))
         probabilities = logits[row].softmax(-1).tolist()

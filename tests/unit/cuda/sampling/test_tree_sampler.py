@@ -224,7 +224,11 @@ def test_whatever_the_number_of_rows_kernels_find_their_arrays_at_multiples_of_1
         original = getattr(sampler_module, name)
 
         def record(*args: Any, **kwargs: Any) -> Any:
-            tensors = [arg for arg in (*args, *kwargs.values()) if torch.is_tensor(arg)]
+            groups = [
+                arg if isinstance(arg, tuple) else (arg,) for arg in (*args, *kwargs.values())
+            ]
+            tensors = [arg for group in groups for arg in group if torch.is_tensor(arg)]
+            assert len(tensors) == 8  # logits, six of the rows', and top-k or theta
             seen.append([tensor.data_ptr() % 16 for tensor in tensors])
             return original(*args, **kwargs)
 
