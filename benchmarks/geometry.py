@@ -1,4 +1,4 @@
-"""Puts a small Llama checkpoint into a larger model's geometry, with the same function.
+"""Puts a small Llama or Qwen2 checkpoint into a larger model's geometry, with the same function.
 
     python benchmarks/geometry.py SOURCE TARGET --geometry llama-3.1-8b
 
@@ -15,6 +15,8 @@ cost of a large one. How each part keeps its function:
 - *Groups.* A KV head serves as many of the small model's query heads as the larger
   geometry's group has room for; where that is fewer than in the small model, the
   KV head is repeated.
+- *Biases.* Qwen2's of queries, keys and values are placed as the heads they belong to, zeros in
+  the rest.
 - *Layers.* Added layers have output projections of zero.
 
 Weights that the function does not depend on (they meet only zeros of the hidden
@@ -22,7 +24,8 @@ state, or feed only weights of zero) are filled with small random numbers, since
 arithmetic on zeros can run faster than on real data. The vocabulary stays.
 
 With ``--rope-scaling`` positions beyond the small model's native length become
-usable (YaRN without rounding its range, so that it too is the same in both head sizes).
+usable (YaRN without rounding its range, so that it too is the same in both head sizes);
+``--rope-scaling yarn --rope-factor 4`` takes Qwen2.5's 32,768 to 131,072.
 
 With ``--heads`` the self-drafting heads that were trained for SOURCE are widened with it, so
 that they propose the same tokens for TARGET:
@@ -43,6 +46,7 @@ import argparse
 import json
 import math
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,11 +62,13 @@ from vllm_tokenswift.heads.target import TargetShape
 from vllm_tokenswift.heads.writing import write_own
 
 FILLER_STD = 0.02
+BIASES = {"llama": (), "qwen2": ("q_proj", "k_proj", "v_proj")}
+"""Attention projections that have a bias, by the kinds of models that are known."""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The shape of a Llama model; every size in elements."""
+    """The shape of a Llama or Qwen2 model; every size in elements."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -92,18 +98,28 @@ class Geometry:
 GEOMETRIES = {
     "llama-3.1-8b": Geometry(4096, 32, 32, 8, 128, 14336),
     "llama-2-7b": Geometry(4096, 32, 32, 32, 128, 11008),
+    "qwen2.5-7b": Geometry(3584, 28, 28, 4, 128, 18944),
+    "qwen2.5-14b": Geometry(5120, 48, 40, 8, 128, 13824),
 }
 
 
 class Widening:
     """Maps the weights of one geometry onto a larger one.
 
-    Raises ValueError naming the size that does not fit.
+    biases: projections of attention that have one. Raises ValueError naming the size that does
+    not fit.
     """
 
-    def __init__(self, small: Geometry, large: Geometry, device: torch.device) -> None:
+    def __init__(
+        self,
+        small: Geometry,
+        large: Geometry,
+        device: torch.device,
+        biases: Sequence[str] = (),
+    ) -> None:
         self.small = small
         self.large = large
+        self.biases = biases
         self.device = device
         self.generator = torch.Generator(device).manual_seed(0)
         for name in ("hidden_size", "num_hidden_layers", "intermediate_size"):
@@ -157,6 +173,9 @@ class Widening:
             "mlp.up_proj": large.intermediate_size,
         }
         wide = {f"{name}.weight": self._filler(rows) for name, rows in sizes.items()}
+        for name in self.biases:
+            rows = sizes[f"self_attn.{name}"]
+            wide[f"self_attn.{name}.bias"] = torch.zeros(rows, device=self.device)
         query_size = large.num_attention_heads * large.head_dim
         for name, columns in (
             ("self_attn.o_proj", query_size),
@@ -167,6 +186,7 @@ class Widening:
             wide[f"{name}.weight"] = torch.ones(large.hidden_size, device=self.device)
         if weights is not None:
             self._place_attention(weights, wide)
+            self._place_biases(weights, wide)
             self._place_mlp(weights, wide)
             for name in ("input_layernorm", "post_attention_layernorm"):
                 wide[f"{name}.weight"] = self.norm(weights[f"{name}.weight"])
@@ -212,9 +232,7 @@ class Widening:
         self, weights: dict[str, torch.Tensor], wide: dict[str, torch.Tensor]
     ) -> None:
         small, large, hidden = self.small, self.large, self.small.hidden_size
-        ratio = large.head_dim // small.head_dim
-        pair = torch.arange(small.head_dim // 2)
-        rotary = torch.cat([ratio * pair, large.head_dim // 2 + ratio * pair])
+        ratio, rotary = self._rotary()
         queries = self._heads(weights["self_attn.q_proj.weight"]) * ratio**0.5
         keys = self._heads(weights["self_attn.k_proj.weight"])
         values = self._heads(weights["self_attn.v_proj.weight"])
@@ -234,6 +252,30 @@ class Widening:
             wide_output[:hidden, first : first + small.head_dim] = output[
                 :, source * small.head_dim : (source + 1) * small.head_dim
             ]
+
+    def _place_biases(
+        self, weights: dict[str, torch.Tensor], wide: dict[str, torch.Tensor]
+    ) -> None:
+        ratio, rotary = self._rotary()
+        size = self.small.head_dim
+        places = {
+            "q_proj": (self.query_head_targets, rotary, ratio**0.5),
+            "k_proj": (self.kv_head_sources, rotary, 1.0),
+            "v_proj": (self.kv_head_sources, torch.arange(size), 1.0),
+        }
+        for name in self.biases:
+            heads, inner, factor = places[name]
+            small = weights[f"self_attn.{name}.bias"].to(self.device).float().view(-1, size)
+            large = wide[f"self_attn.{name}.bias"].view(-1, self.large.head_dim)
+            for number, head in enumerate(heads):
+                source, target = (number, head) if name == "q_proj" else (head, number)
+                large[target, inner] = small[source] * factor
+
+    def _rotary(self) -> tuple[int, torch.Tensor]:
+        """How many times as large a head is, and where the small one's dimensions stand in it."""
+        ratio = self.large.head_dim // self.small.head_dim
+        pair = torch.arange(self.small.head_dim // 2)
+        return ratio, torch.cat([ratio * pair, self.large.head_dim // 2 + ratio * pair])
 
     def _place_mlp(self, weights: dict[str, torch.Tensor], wide: dict[str, torch.Tensor]) -> None:
         hidden, inner = self.small.hidden_size, self.small.intermediate_size
@@ -288,7 +330,9 @@ def wide_config(
         if rope_type == "yarn":
             rope |= {"original_max_position_embeddings": native_length, "truncate": False}
         native_length = int(native_length * rope_factor)
+    kinds = {"layer_types": ["full_attention"] * large.num_hidden_layers}
     return config | {
+        **(kinds if "layer_types" in config else {}),
         **vars(large),
         "rms_norm_eps": config["rms_norm_eps"] * eps_ratio,
         "rope_parameters": rope,
@@ -309,13 +353,19 @@ def convert(
     Raises ValueError where the source is no plain Llama or does not fit the geometry.
     """
     config = json.loads((source / "config.json").read_text())
-    if config["model_type"] != "llama" or config.get("attention_bias") or config.get("mlp_bias"):
+    kind = config["model_type"]
+    if kind not in BIASES or config.get("attention_bias") or config.get("mlp_bias"):
         raise ValueError(
-            f"the source is a {config['model_type']} model, or has biases: only Llama models "
-            "without biases can be put into another geometry"
+            f"the source is a {kind} model, or has biases that its kind does not have: only Llama "
+            "models without biases and Qwen2 models can be put into another geometry"
+        )
+    if config.get("use_sliding_window"):
+        raise ValueError(
+            "the source has use_sliding_window true: only models with full attention can be put "
+            "into another geometry"
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    widening = Widening(Geometry.of(config), large, device)
+    widening = Widening(Geometry.of(config), large, device, BIASES[kind])
     checkpoint = Checkpoint(source)
     target.mkdir(parents=True, exist_ok=True)
 

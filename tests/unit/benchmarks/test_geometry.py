@@ -8,7 +8,13 @@ from types import ModuleType
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from vllm_tokenswift.heads.checkpoint import inspect_heads, load_heads
 from vllm_tokenswift.heads.files import new_folder, read_json
@@ -62,8 +68,32 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen2 with groups of three and biases of queries, keys and values."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=101,
+        hidden_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        intermediate_size=80,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+        tie_word_embeddings=False,
+    )
+    model = Qwen2ForCausalLM(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    assert (model.model.layers[0].self_attn.k_proj.bias != 0).all()
+    folder = tmp_path_factory.mktemp("qwen")
+    model.save_pretrained(folder)
+    return folder
+
+
 def logits(folder: Path, length: int) -> torch.Tensor:
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = torch.randint(0, 101, (2, length), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         return model(tokens).logits
@@ -77,6 +107,62 @@ def test_logits_agree_in_float32(source: Path, tmp_path: Path, large: object) ->
     torch.testing.assert_close(
         logits(tmp_path, 40), expected, atol=2e-5 * expected.abs().max().item(), rtol=1e-4
     )
+
+
+@pytest.mark.parametrize("large", LARGE.values(), ids=LARGE.keys())
+def test_a_qwen2_keeps_its_logits_and_its_biases(qwen: Path, tmp_path: Path, large: object) -> None:
+    geometry.convert(qwen, tmp_path, large, torch.float32)
+    expected = logits(qwen, 40)
+    torch.testing.assert_close(
+        logits(tmp_path, 40), expected, atol=2e-5 * expected.abs().max().item(), rtol=1e-4
+    )
+
+
+def test_a_qwen2_s_positions_scale_as_a_llama_s_do(qwen: Path, tmp_path: Path) -> None:
+    small = geometry.Geometry.of(json.loads((qwen / "config.json").read_text()))
+    geometry.convert(qwen, tmp_path / "small", small, torch.float32, "yarn", 4.0)
+    large = geometry.Geometry(144, 5, 12, 3, 16, 96)
+    geometry.convert(qwen, tmp_path / "large", large, torch.float32, "yarn", 4.0)
+    expected = logits(tmp_path / "small", 200)  # beyond the native 64
+    torch.testing.assert_close(
+        logits(tmp_path / "large", 200),
+        expected,
+        atol=2e-5 * expected.abs().max().item(),
+        rtol=1e-4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"model_type": "mistral"}, "is a mistral model"),
+        ({"attention_bias": True}, "has biases that its kind"),
+        ({"use_sliding_window": True}, "use_sliding_window true"),
+    ],
+)
+def test_a_model_of_another_kind_is_refused(
+    qwen: Path, tmp_path: Path, changed: dict, said: str
+) -> None:
+    config = json.loads((qwen / "config.json").read_text()) | changed
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=said):
+        geometry.convert(tmp_path, tmp_path / "wide", LARGE["grouped"])
+
+
+SMOLLM2_135M = geometry.Geometry(576, 30, 9, 3, 64, 1536)
+QWEN_HALF_B = geometry.Geometry(896, 24, 14, 2, 64, 4864)
+QWEN_ONE_AND_HALF_B = geometry.Geometry(1536, 28, 12, 2, 128, 8960)
+
+
+@pytest.mark.parametrize("name", geometry.GEOMETRIES)
+@pytest.mark.parametrize("small", [SMOLLM2_135M, QWEN_HALF_B, QWEN_ONE_AND_HALF_B])
+def test_the_packaged_models_fit_the_geometries(small: object, name: str) -> None:
+    large = geometry.GEOMETRIES[name]
+    if small.num_hidden_layers > large.num_hidden_layers:  # SmolLM2's 30 in Qwen2.5-7B's 28
+        with pytest.raises(ValueError, match="num_hidden_layers is 28"):
+            geometry.Widening(small, large, torch.device("cpu"))
+    else:
+        geometry.Widening(small, large, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("rope_type", ["yarn", "linear"])

