@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from vllm_tokenswift.engine.step import RequestTree
+from vllm_tokenswift.engine.step_trees import RequestTree
 from vllm_tokenswift.tree import Chain
 
 

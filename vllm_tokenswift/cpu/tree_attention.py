@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm_tokenswift.cpu import attention_backend as cpu_attention
 from vllm_tokenswift.cpu.attention_backend import ChainMetadata, DraftMetadata
 from vllm_tokenswift.cpu.chains import VirtualBatch, cut_into_chains
-from vllm_tokenswift.engine.step import StepTrees
+from vllm_tokenswift.engine.step_trees import StepTrees
 from vllm_tokenswift.engine.tree_attention import LayerMetadata
 from vllm_tokenswift.partial_kv.importance import block_masses
 

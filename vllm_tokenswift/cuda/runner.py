@@ -26,6 +26,7 @@ from vllm_tokenswift.engine.draft_pass import DraftPass
 from vllm_tokenswift.engine.drafter import Drafter
 from vllm_tokenswift.engine.head_beam import HeadBeam
 from vllm_tokenswift.engine.profiling.pass_times import Pass, Shape
+from vllm_tokenswift.engine.request_states import draft_block_table
 from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
 from vllm_tokenswift.engine.tree_attention import TreeAttention
 from vllm_tokenswift.engine.worker import TokenSwiftWorkerMixin
@@ -161,7 +162,9 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
     def make_draft_pass(self) -> DraftPass:
         if not self.graphs.wide_shapes:  # no full graphs
             return super().make_draft_pass()
-        return GraphedDraftPass(self, self.draft_table().budget_blocks)
+        return GraphedDraftPass(
+            self, draft_block_table(self.options, self.tree_attention.block_size).budget_blocks
+        )
 
     def make_head_beam(
         self, heads: DraftHeads, part: DraftVocabulary, lm_rows: torch.Tensor, least_chance: float

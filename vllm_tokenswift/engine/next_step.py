@@ -105,7 +105,7 @@ class NextStep:
         if not runner.prelaunches or not self.prelauncher.launch(
             drafted, [emitted.tokens for emitted in self._accepted]
         ):
-            runner.expect(drafted)
+            self.prelauncher.drafted_trees.expect(drafted)
         return drafted
 
     def _may_draft(
@@ -142,5 +142,5 @@ class NextStep:
             blocks=blocks,
             hidden_row=root_row + (emitted.nodes[-1] if emitted.nodes else 0),
             max_nodes=max_nodes,
-            noise=self.runner.noise_of(group.req_id),
+            noise=self.runner.visible_noise(group.req_id),
         )

@@ -13,18 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from vllm.config import CUDAGraphMode
-from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.forward_context import BatchDescriptor
 from vllm.sampling_params import SamplingParams
 
-from vllm_tokenswift.engine.runner_view import RunnerView
-from vllm_tokenswift.engine.step import RequestTree, StepTrees
+from vllm_tokenswift.engine.drafted_trees import DraftedTrees
+from vllm_tokenswift.engine.pass_launch import OrdinaryLauncher
+from vllm_tokenswift.engine.runner_view import PassLauncher, RunnerView
+from vllm_tokenswift.engine.step import LaunchedPass
 from vllm_tokenswift.engine.step_inputs import StepInputs
+from vllm_tokenswift.engine.step_trees import StepTrees
 from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
 
 if TYPE_CHECKING:
@@ -42,20 +45,19 @@ _MAX_SHAPES = 1024
 class PrelaunchedPass:
     """A launched pass and the step it is for.
 
-    num_rows: int32 ``[requests]``, query rows of each; computed: ``[requests]``, tokens whose
-    KV is there before the pass; drafts: as the scheduler will list them; trees: what they are.
-    inputs, metadata, output: what ``_prepare_inputs``, ``_build_attention_metadata`` and
-    ``_model_forward`` return for the step.
+    Attributes:
+        req_ids: The batch, by batch row.
+        num_rows: int32 ``[requests]``, query rows of each.
+        computed: int32 ``[requests]``, tokens whose KV is there before the pass.
+        drafts: By request, as the scheduler will list them.
+        launched: The pass.
     """
 
     req_ids: list[str]
     num_rows: npt.NDArray[np.int32]
     computed: npt.NDArray[np.int32]
     drafts: dict[str, list[int]]
-    trees: dict[str, DraftTree]
-    inputs: Any
-    metadata: Any
-    output: Any
+    launched: LaunchedPass
 
     def is_for(
         self,
@@ -76,11 +78,20 @@ class PrelaunchedPass:
 
 
 class Prelauncher:
-    """Launches passes ahead of a runner's steps and hands them out."""
+    """Launches passes ahead of a runner's steps and hands them out.
 
-    def __init__(self, runner: RunnerView, step_inputs: StepInputs) -> None:
+    Args:
+        runner: Whose batch it is.
+        step_inputs: Which lays steps out.
+        drafted_trees: Where the trees of a pass that is dropped wait for their step.
+    """
+
+    def __init__(
+        self, runner: RunnerView, step_inputs: StepInputs, drafted_trees: DraftedTrees
+    ) -> None:
         self.runner = runner
         self.step_inputs = step_inputs
+        self.drafted_trees = drafted_trees
         self._launched: PrelaunchedPass | None = None
         self._shapes: dict[tuple[int, int, int], tuple[CUDAGraphMode, BatchDescriptor]] = {}
         self._pause = 0
@@ -159,22 +170,19 @@ class Prelauncher:
                 tokens = batch.token_ids_cpu[row, start : start + 1 + len(tree)]
                 tokens[0], tokens[1:] = token, tree.tokens
         batch.num_computed_tokens_cpu[: len(req_ids)] = computed
-        plan = _plan_of(req_ids, next_trees, num_rows, computed)
-        runner.begin_step(plan)
-        verify_graph = runner.verify_graph(shape)
-        if verify_graph is not None:
-            step = verify_graph.launch(num_rows, plan, unread)
-        else:
-            step = self._launch_as_vllm_does(num_rows, plan, unread, mode, shape)
+        trees = StepTrees.of_decodes(req_ids, next_trees, num_rows, computed)
+        launcher: PassLauncher | None = runner.verify_graph(shape)
+        if launcher is None:
+            launcher = OrdinaryLauncher(runner, self.step_inputs, mode, shape)
+        launched = launcher.launch(num_rows, trees, unread)
         runner.stats.num_passes_ahead += 1
         runner.stats.num_passes_unread += unread is not None
         self._launched = PrelaunchedPass(
             req_ids,
             num_rows,
             computed,
-            {rows.req_id: rows.tree.tokens.tolist() for rows in plan.trees},
-            {rows.req_id: rows.tree for rows in plan.trees},
-            *step,
+            {rows.req_id: rows.tree.tokens.tolist() for rows in trees.trees},
+            launched,
         )
         return True
 
@@ -197,55 +205,9 @@ class Prelauncher:
             found = self._shapes[key] = mode, shape
         return found
 
-    def _launch_as_vllm_does(
-        self,
-        num_rows: npt.NDArray[np.int32],
-        plan: StepTrees,
-        newest: torch.Tensor | None,
-        mode: CUDAGraphMode,
-        shape: BatchDescriptor,
-    ) -> tuple[Any, Any, Any]:
-        """For shapes without a verify graph; see :meth:`PassLauncher.launch`."""
-        runner = self.runner
-        num_reqs, total, most_rows = len(num_rows), int(num_rows.sum()), int(num_rows.max())
-        inputs = self.step_inputs.fill(num_rows, plan)
-        if newest is not None:
-            runner.input_ids.gpu[:num_reqs].copy_(newest)
-        is_full = mode is CUDAGraphMode.FULL
-        padded, padded_reqs = shape.num_tokens, shape.num_reqs or num_reqs
-        slots_by_group, slots = runner._get_slot_mappings(
-            num_tokens_padded=padded, num_reqs_padded=padded_reqs, num_tokens_unpadded=total
-        )
-        req_ids = runner.input_batch.req_ids
-        metadata = runner._build_attention_metadata(
-            num_tokens=total,
-            num_tokens_padded=padded if is_full else None,
-            num_reqs=num_reqs,
-            num_reqs_padded=padded_reqs if is_full else None,
-            max_query_len=most_rows,
-            logits_indices=inputs[0],
-            max_num_sampled_tokens=inputs[2],
-            use_spec_decode=True,
-            num_scheduled_tokens=dict(zip(req_ids, num_rows.tolist(), strict=True)),
-            slot_mappings=slots_by_group,
-        )
-        with set_forward_context(
-            metadata[0],
-            runner.vllm_config,
-            num_tokens=padded,
-            cudagraph_runtime_mode=mode,
-            batch_descriptor=shape,
-            slot_mapping=slots,
-            is_padding=runner._prepare_padding_mask(total, padded),
-        ):
-            output = runner._model_forward(
-                input_ids=runner.input_ids.gpu[:padded], positions=runner.positions[:padded]
-            )
-        return inputs, metadata, output
-
     def take(
         self, scheduler_output: SchedulerOutput, num_rows: npt.NDArray[np.int32]
-    ) -> PrelaunchedPass | None:
+    ) -> LaunchedPass | None:
         """The pass of the step, where it was launched; any other is dropped."""
         launched, batch = self._launched, self.runner.input_batch
         if launched is None:
@@ -256,39 +218,20 @@ class Prelauncher:
             return None
         self._launched = None
         self._next_pause = _FIRST_PAUSE
-        return launched
+        return launched.launched
 
-    def forget(self) -> PrelaunchedPass | None:
+    def forget(self) -> LaunchedPass | None:
         """Hands out the launched pass, whichever step it is for; None where there is none."""
         launched, self._launched = self._launched, None
-        return launched
+        return None if launched is None else launched.launched
 
     def drop(self) -> None:
         """Forgets a launched pass: the step is another, or the model or its cache changes."""
         launched = self.forget()
         if launched is None:
             return
-        self.runner.expect(launched.trees)  # the next step may still bring them
+        # The next step may still bring them.
+        self.drafted_trees.expect({rows.req_id: rows.tree for rows in launched.trees.trees})
         self.runner.stats.num_passes_dropped += 1
         self._pause = self._next_pause
         self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
-
-
-def _plan_of(
-    req_ids: Sequence[str],
-    trees: Sequence[DraftTree],
-    num_rows: npt.NDArray[np.int32],
-    computed: npt.NDArray[np.int32],
-) -> StepTrees:
-    """The plan of a step of decodes whose trees are known."""
-    starts = np.cumsum(num_rows) - num_rows
-    rows = enumerate(
-        zip(req_ids, starts.tolist(), computed.tolist(), trees, strict=True),
-    )
-    return StepTrees(
-        tuple(
-            RequestTree(req_id, row, start, start, position, tree)
-            for row, (req_id, start, position, tree) in rows
-            if len(tree)
-        )
-    )

@@ -7,7 +7,7 @@ import the runner, and mypy keeps them to what is named here. Of vLLM's runner i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -21,7 +21,8 @@ from vllm_tokenswift.engine.head_beam import HeadBeam
 from vllm_tokenswift.engine.profiling.pass_times import MakePass, Pass, Shape
 from vllm_tokenswift.engine.recorder import Recorder
 from vllm_tokenswift.engine.request_state import RequestState
-from vllm_tokenswift.engine.step import StepTrees
+from vllm_tokenswift.engine.step import LaunchedPass
+from vllm_tokenswift.engine.step_trees import StepTrees
 from vllm_tokenswift.engine.tree_attention import TreeAttention
 from vllm_tokenswift.heads.model import DraftHeads
 from vllm_tokenswift.metrics import Stats
@@ -47,6 +48,8 @@ class VLLMRunnerView(Protocol):
     """Read for the number of its blocks."""
     max_num_reqs: int
     """Most requests of a batch."""
+    max_num_tokens: int
+    """Most query rows of a step."""
     max_model_len: int
     """Most tokens of a sequence."""
     num_spec_tokens: int
@@ -92,9 +95,6 @@ class VLLMRunnerView(Protocol):
     def _get_slot_mappings(self, *args: Any, **kwargs: Any) -> Any:
         """KV slots of a step's query rows: by group, and by layer."""
 
-    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        """Metadata by layer of a step, and what they have in common."""
-
     def _prepare_padding_mask(self, num_tokens: int, num_tokens_padded: int) -> Any:
         """Which query rows are padding, where the model asks for it."""
 
@@ -103,19 +103,15 @@ class PassLauncher(Protocol):
     """What the launch of a pass takes, made ready once for all steps of one shape."""
 
     def launch(
-        self, num_rows: npt.NDArray[np.int32], plan: StepTrees, newest: torch.Tensor | None
-    ) -> tuple[Any, Any, Any]:
+        self, num_rows: npt.NDArray[np.int32], trees: StepTrees, newest: torch.Tensor | None
+    ) -> LaunchedPass:
         """Launches the pass of the runner's batch.
 
         Args:
             num_rows: int32 ``[requests]``, query rows of each: its drafts' and one.
-            plan: the trees of these rows.
+            trees: the trees of these rows.
             newest: int64 ``[requests]`` on the device, the requests' newest tokens where the host
                 does not know them.
-
-        Returns:
-            What ``_prepare_inputs``, ``_build_attention_metadata`` and ``_model_forward`` return
-            for the step.
         """
 
 
@@ -129,7 +125,7 @@ class RunnerView(VLLMRunnerView, Protocol):
     tree_sampler: TreeSampler
     tree_attention: TreeAttention
     """There from :meth:`~vllm_tokenswift.engine.runner.TokenSwiftRunnerMixin.start_drafting` on."""
-    request_states: dict[str, RequestState]
+    request_states: Mapping[str, RequestState]
     prelaunches: bool
     """Whether passes, once launched, run by themselves, and are launched ahead of their step."""
     prefix_lens: torch.Tensor | None
@@ -138,6 +134,9 @@ class RunnerView(VLLMRunnerView, Protocol):
     host_bound_pass: MakePass | None
     """Makes passes outside of full CUDA graphs, where others run in them."""
 
+    top_k_is_cheap: bool
+    """Whether reading the verify top-k of rows without drafts costs next to nothing in a batch."""
+
     @property
     def heads(self) -> DraftHeads | None:
         """The draft heads that the proposer owns."""
@@ -145,22 +144,14 @@ class RunnerView(VLLMRunnerView, Protocol):
     def block_table(self) -> npt.NDArray[np.int32]:
         """int32 ``[batch rows, blocks]``: physical blocks of the one KV cache group."""
 
-    def noise_of(self, req_id: str) -> GumbelNoise | None:
+    def visible_noise(self, req_id: str) -> GumbelNoise | None:
         """What drafts may see of the noise of a request's coming samples."""
 
-    def start_request(self, req_id: str) -> None:
-        """Takes in a request that the runner's batch has."""
-
-    def forget_request(self, req_id: str) -> None:
-        """Lets go of a request, if it is known."""
-
-    # The step under way.
-
-    def begin_step(self, plan: StepTrees) -> None:
-        """To be called before the inputs of a step are laid out."""
-
-    def expect(self, trees: dict[str, DraftTree]) -> None:
-        """Trees, by request, that a coming step may bring."""
+    def metadata_with_trees(
+        self, trees: StepTrees, *args: Any, **kwargs: Any
+    ) -> tuple[Any, dict[str, frozenset[int]]]:
+        """What ``_build_attention_metadata`` returns for a step of these trees, and by request
+        the nodes that attention had no room for."""
 
     # What differs by platform.
 

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_tokenswift.common.staging import Staging
 from vllm_tokenswift.engine.row_layout import lay_out_rows
 from vllm_tokenswift.engine.runner_view import RunnerView
-from vllm_tokenswift.engine.step import StepTrees
+from vllm_tokenswift.engine.step_trees import StepTrees
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,12 @@ class StepInputs:
     def __init__(self, runner: RunnerView) -> None:
         self.runner = runner
         self._staging = Staging(runner.device)
+        self._logits_staging = Staging(runner.device)
+        # int64 [most query rows]: each row's place in it is written again only after the step that
+        # read it.
+        self._node_positions = torch.zeros(
+            runner.max_num_tokens, dtype=torch.int64, pin_memory=PIN_MEMORY
+        )
         # The block table's rows as they are on the device; unknown at first.
         self._tables = np.empty((0, 0), np.int32)
 
@@ -147,6 +154,21 @@ class StepInputs:
             torch._foreach_copy_(buffers[chosen], staged[chosen])
         metadata = logits_layout(indices, num_drafts)
         return indices, metadata, int(num_drafts.max()) + 1
+
+    def fill_positions(self, trees: StepTrees) -> None:
+        """Places branching trees by depth, in a step that vLLM has laid out as chains."""
+        for rows in trees.branching:
+            stop = rows.root_row + len(rows.tree) + 1
+            positions = self._node_positions[rows.root_row : stop]
+            positions.numpy()[:] = rows.positions
+            self.runner.positions[rows.root_row : stop].copy_(positions, non_blocking=True)
+
+    def logits_metadata(
+        self, num_drafts: npt.NDArray[np.integer[Any]], stops: npt.NDArray[np.integer[Any]]
+    ) -> SpecDecodeMetadata:
+        """The layout of logits rows in a step that vLLM lays out; see :func:`logits_rows`."""
+        [indices] = self._logits_staging.to_device(logits_rows(num_drafts, stops))
+        return logits_layout(indices, num_drafts)
 
 
 def logits_rows(

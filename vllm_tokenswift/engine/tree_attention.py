@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_tokenswift.engine.step import StepTrees
+from vllm_tokenswift.engine.step_trees import StepTrees
 
 LayerMetadata = dict[str, Any]
 

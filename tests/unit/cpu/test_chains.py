@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm_tokenswift.cpu import attention_backend as cpu_attention
 from vllm_tokenswift.cpu.attention_backend import ChainMetadata, TreeCPUAttentionImpl
 from vllm_tokenswift.cpu.chains import cut_into_chains
-from vllm_tokenswift.engine.step import RequestTree
+from vllm_tokenswift.engine.step_trees import RequestTree
 from vllm_tokenswift.tree import DraftTree
 
 HEAD_DIM = 64

@@ -22,7 +22,7 @@ from vllm_tokenswift.cuda.attention.cache_layout import CacheLayers
 from vllm_tokenswift.cuda.attention.kv_move import move_kv
 from vllm_tokenswift.cuda.attention.tree_kernel import MAX_DRAFT_NODES
 from vllm_tokenswift.cuda.attention.tree_rows import MAX_TREE_ROWS
-from vllm_tokenswift.engine.step import RequestTree, StepTrees
+from vllm_tokenswift.engine.step_trees import RequestTree, StepTrees
 from vllm_tokenswift.engine.tree_attention import LayerMetadata
 from vllm_tokenswift.tree import DraftTree
 

@@ -24,8 +24,9 @@ from vllm_tokenswift.cuda.attention.ancestor_rows import pack_rows
 from vllm_tokenswift.cuda.attention.backend import TreeMetadataBuilder
 from vllm_tokenswift.cuda.graphs.capture import captured
 from vllm_tokenswift.engine.runner_view import RunnerView
-from vllm_tokenswift.engine.step import StepTrees
+from vllm_tokenswift.engine.step import LaunchedPass
 from vllm_tokenswift.engine.step_inputs import RowArrays, StepInputs, logits_layout
+from vllm_tokenswift.engine.step_trees import StepTrees
 
 
 class VerifyGraph:
@@ -91,18 +92,18 @@ class VerifyGraph:
     def launch(
         self,
         num_rows: npt.NDArray[np.int32],
-        plan: StepTrees,
+        trees: StepTrees,
         newest: torch.Tensor | None,
-    ) -> tuple[Any, Any, Any]:
+    ) -> LaunchedPass:
         """See :meth:`~vllm_tokenswift.engine.runner_view.PassLauncher.launch`."""
         if self._copied is not None:
             self._copied.synchronize()  # the last step may still read the host's arrays
-        num_drafts = self._step_inputs.lay_out(num_rows, plan, self._rows)
+        num_drafts = self._step_inputs.lay_out(num_rows, trees, self._rows)
         total = int(num_rows.sum())
         self._rows.slots[total:] = -1  # padding writes no KV
         self._padding[:total], self._padding[total:] = False, True
         starts = self._rows.starts[: len(num_rows) + 1]
-        pack_rows(starts, num_drafts.astype(np.int32), plan.parents, self._ancestors)
+        pack_rows(starts, num_drafts.astype(np.int32), trees.parents, self._ancestors)
         self.run_spread()
         if self._copied is not None:
             self._copied.record(current_stream())
@@ -110,7 +111,7 @@ class VerifyGraph:
             self._input_ids[: len(newest)].copy_(newest)
         every = self._every_row[:total]
         inputs = every, logits_layout(every, num_drafts), int(num_rows.max())
-        return inputs, (self._metadata, self._common), self._forward()
+        return LaunchedPass(trees, inputs, (self._metadata, self._common), self._forward())
 
     def _forward(self) -> Any:
         with set_forward_context(

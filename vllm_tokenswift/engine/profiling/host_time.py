@@ -9,7 +9,7 @@ what a step does after sampling is done for them over the empty cache, for one a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -22,13 +22,13 @@ from vllm_tokenswift.draft.top_tokens import NO_TOKEN, TOP_K, TOP_K_COLUMNS
 from vllm_tokenswift.engine.drafter import Drafter
 from vllm_tokenswift.engine.next_step import NextStep
 from vllm_tokenswift.engine.prelaunch import Prelauncher
+from vllm_tokenswift.engine.request_states import RequestStates
 from vllm_tokenswift.engine.runner_view import RunnerView
+from vllm_tokenswift.engine.step_trees import NO_TREES, StepTrees
+from vllm_tokenswift.engine.verify import Verifier
 from vllm_tokenswift.metrics import Stats
 from vllm_tokenswift.sampling.acceptance_walk import VerifyResult, VerifyRows
 from vllm_tokenswift.tree import EMPTY_TREE
-
-TakeIn = Callable[[NextStep, Sequence[VerifyRows], Sequence[VerifyResult], torch.Tensor], None]
-"""The runner's ``take_in``: what happens between the samples and drafting."""
 
 _REQ_ID = "tokenswift host time"
 _MANY = 8  # requests of the second trial
@@ -47,14 +47,18 @@ _COLD = 1.7
 
 @torch.inference_mode()
 def drafting_ms(
-    runner: RunnerView, drafter: Drafter, prelauncher: Prelauncher, take_in: TakeIn
+    runner: RunnerView,
+    drafter: Drafter,
+    prelauncher: Prelauncher,
+    verifier: Verifier,
+    request_states: RequestStates,
 ) -> tuple[float, float]:
     """Milliseconds from samples to launch: of one request, and what each further one adds.
 
     0 where passes are not launched ahead of their step, or model and cache are too small for a
     trial. To be called with no request about.
     """
-    trial = _Trial(runner, drafter, prelauncher, take_in)
+    trial = _Trial(runner, drafter, prelauncher, verifier, request_states)
     # Block 0 is vLLM's null block.
     room = (runner.kv_cache_config.num_blocks - 1) // trial.num_blocks
     if not runner.prelaunches or trial.num_tokens > runner.max_model_len or room < 1:
@@ -73,7 +77,8 @@ class _Trial:
     runner: RunnerView
     drafter: Drafter
     prelauncher: Prelauncher
-    take_in: TakeIn
+    verifier: Verifier
+    request_states: RequestStates
 
     @property
     def num_tokens(self) -> int:
@@ -98,14 +103,14 @@ class _Trial:
         runner.query_start_loc.np[: num_requests + 1] = np.arange(num_requests + 1)
         next_step = NextStep(runner, self.drafter, self.prelauncher)
         end = _PROMPT_TOKENS + _ACCEPTED * (_WARM_UP + _STEPS)
+        times, trees = [], NO_TREES
         try:
-            times = [
-                self._step_ms(next_step, req_ids, text[at : at + _ACCEPTED])
-                for at in range(_PROMPT_TOKENS, end, _ACCEPTED)
-            ]
+            for at in range(_PROMPT_TOKENS, end, _ACCEPTED):
+                ms, trees = self._step_ms(next_step, trees, req_ids, text[at : at + _ACCEPTED])
+                times.append(ms)
         finally:
             for req_id in req_ids:
-                runner.forget_request(req_id)
+                self.request_states.forget(req_id)
                 runner.input_batch.remove_request(req_id)
                 del runner.requests[req_id]
             runner.input_batch.condense()
@@ -126,23 +131,29 @@ class _Trial:
             output_token_ids=[],
         )
         runner.input_batch.add_request(request)
-        runner.start_request(req_id)
+        self.request_states.start(req_id)
 
-    def _step_ms(self, next_step: NextStep, req_ids: Sequence[str], tokens: list[int]) -> float:
+    def _step_ms(
+        self, next_step: NextStep, trees: StepTrees, req_ids: Sequence[str], tokens: list[int]
+    ) -> tuple[float, StepTrees]:
+        """What a step takes that had verified ``trees`` and emitted ``tokens`` for each request,
+        though it accepted no node; and the trees that it drafted."""
         runner = self.runner
         groups = [VerifyRows(req_id, EMPTY_TREE) for req_id in req_ids]
-        said = np.full((1, TOP_K_COLUMNS), NO_TOKEN, np.int32)
-        said[0, 0], said[0, TOP_K] = tokens[0], np.float32(1.0).view(np.int32)
-        heard = [said if runner.request_states[req_id].wants_top_k else None for req_id in req_ids]
-        accepted = [VerifyResult([], tokens, of_request) for of_request in heard]
+        top_k = np.full((1, TOP_K_COLUMNS), NO_TOKEN, np.int32)
+        top_k[0, 0], top_k[0, TOP_K] = tokens[0], np.float32(1.0).view(np.int32)
+        results = [
+            VerifyResult([], tokens, top_k if self.request_states[req_id].wants_top_k else None)
+            for req_id in req_ids
+        ]
         num_rows = len(req_ids) * (1 + runner.num_spec_tokens)
         shape = (num_rows, runner.model_config.get_hidden_size())
         states = torch.zeros(shape, dtype=runner.model_config.dtype, device=runner.device)
         torch.accelerator.synchronize()
         start = time.perf_counter()
-        self.take_in(next_step, groups, accepted, states)
+        self.verifier.commit(trees, groups, results, states, next_step)
         next_step.draft()
         ms = 1e3 * (time.perf_counter() - start)
         torch.accelerator.synchronize()
-        self.prelauncher.forget()  # nobody comes for its pass
-        return ms
+        launched = self.prelauncher.forget()  # nobody comes for its pass
+        return ms, NO_TREES if launched is None else launched.trees

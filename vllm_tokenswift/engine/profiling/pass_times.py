@@ -20,7 +20,7 @@ from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 
 from vllm_tokenswift.draft.planner.cost_model import CostModel
-from vllm_tokenswift.engine.step import RequestTree, StepTrees
+from vllm_tokenswift.engine.step_trees import RequestTree, StepTrees
 from vllm_tokenswift.engine.tree_attention import TreeAttention
 from vllm_tokenswift.tree import DraftTree
 

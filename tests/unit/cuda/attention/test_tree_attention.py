@@ -24,7 +24,7 @@ from vllm_tokenswift.cuda.attention.backend import (
 from vllm_tokenswift.cuda.attention.cache_layout import CacheLayers
 from vllm_tokenswift.cuda.attention.tree_attention import CUDATreeAttention
 from vllm_tokenswift.cuda.attention.tree_rows import TreeRowBuffers
-from vllm_tokenswift.engine.step import RequestTree, StepTrees
+from vllm_tokenswift.engine.step_trees import RequestTree, StepTrees
 from vllm_tokenswift.tree import DraftTree
 
 BLOCK, HEADS, KV_HEADS, SIZE, LAYERS = 16, 4, 2, 32, 2

@@ -18,8 +18,8 @@ from vllm_tokenswift.cuda.attention.tree_kernel import pack_ancestors
 from vllm_tokenswift.cuda.attention.tree_rows import TreeRowBuffers
 from vllm_tokenswift.cuda.graphs import verify_graph as verify_graph_module
 from vllm_tokenswift.cuda.graphs.verify_graph import VerifyGraph, make_verify_graphs
-from vllm_tokenswift.engine.step import RequestTree, StepTrees
 from vllm_tokenswift.engine.step_inputs import StepInputs
+from vllm_tokenswift.engine.step_trees import RequestTree, StepTrees
 from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
 
 MOST_REQUESTS, MOST_ROWS, MODEL_LEN, BLOCK_SIZE = 4, 64, 256, 16
@@ -65,6 +65,7 @@ class Runner(SimpleNamespace):
             device=device,
             vllm_config=None,
             max_num_reqs=MOST_REQUESTS,
+            max_num_tokens=MOST_ROWS,
             max_model_len=MODEL_LEN,
             input_ids=buffer(MOST_ROWS),
             positions=torch.zeros(MOST_ROWS, dtype=torch.int64, device=device),
@@ -128,12 +129,13 @@ def test_buffers_hold_what_the_ordinary_way_puts_there(seed: int, device: torch.
     rng = np.random.default_rng(seed)
     shape = BatchDescriptor(num_tokens=MOST_ROWS, num_reqs=MOST_REQUESTS, uniform=True)
     prepared, ordinary = Runner(device, seed), Runner(device, seed)
-    launched = verify_graph_of(prepared, shape)
+    graph = verify_graph_of(prepared, shape)
     for _ in range(4):
         trees = [random_tree(15, rng) for _ in range(rng.integers(1, MOST_REQUESTS + 1))]
         computed = [int(n) for n in rng.integers(1, MODEL_LEN - 32, len(trees))]
         num_rows, plan = prepared.begin(trees, computed)
-        inputs, (metadata, _), output = launched.launch(num_rows, plan, None)
+        launched = graph.launch(num_rows, plan, None)
+        inputs, (metadata, _), output = launched.inputs, launched.metadata, launched.output
         expected = ordinary.step_inputs.fill(*ordinary.begin(trees, computed))
 
         total = int(num_rows.sum())
@@ -165,6 +167,6 @@ def test_tokens_that_nobody_has_read_come_from_the_device(device: torch.device) 
     prepared = verify_graph_of(runner, shape)
     num_rows, plan = runner.begin([EMPTY_TREE, EMPTY_TREE], [9, 30])
     newest = torch.tensor([501, 502], device=device)
-    _, _, output = prepared.launch(num_rows, plan, newest)
+    output = prepared.launch(num_rows, plan, newest).output
     assert output["input_ids"].tolist() == [501, 502]
     assert output["positions"].tolist() == [9, 30]
