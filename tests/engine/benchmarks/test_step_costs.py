@@ -28,7 +28,7 @@ def test_every_step_is_compared_with_its_plan(demo_model: Path) -> None:
     assert drafted, "nothing was drafted for a story that repeats itself"
     for row in drafted:
         assert 1 <= row["nodes"] < row["width"]
-        assert 0 < row["host_ms"] < row["took_ms"]
+        assert row["host_ms"] > 0
     assert step_costs.table(rows).count("\n") == len(rows) + 1
 
 
