@@ -20,7 +20,7 @@ def train(model: Path, out: Path, num_tokens: int) -> str:
     command += ["--form", "sequential", "--vocabulary", 64, "--num-steps", 2]
     command += ["--batch-size", 2, "--grad-accumulation", 1, "--seq-tokens", 64]
     command += ["--held-out", 0.2, "--dtype", "float32"]
-    run = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    run = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-3000:]
     return run.stdout
 

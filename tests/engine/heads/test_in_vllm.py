@@ -185,7 +185,7 @@ def test_two_tensor_parallel_ranks_propose_alike_and_like_one(
         subprocess.Popen([sys.executable, script, str(rank), *given, out])
         for rank, out in enumerate(outs)
     ]
-    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
+    assert [rank.wait(timeout=600) for rank in ranks] == [0, 0]
     drafts = [json.loads(out.read_text()) for out in outs]
     assert drafts[0] == drafts[1]
     frozen = FrozenTarget(str(model), "float32", torch.device("cpu"))

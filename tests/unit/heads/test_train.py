@@ -5,10 +5,10 @@ import math
 import os
 import random
 import signal
+import socket
 import string
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from vllm_tokenswift.heads import train
 from vllm_tokenswift.heads.checkpoint import inspect_heads, load_heads
 from vllm_tokenswift.heads.data import make_batch, read_sequences
 from vllm_tokenswift.heads.frozen_target import FrozenTarget
@@ -157,55 +158,81 @@ def test_only_the_heads_learn(tmp_path: Path, target_folder: Target, data: Path)
 
 
 _CHILD = """
-import json, sys
+import json, os, signal, sys
+from vllm_tokenswift.heads import train
 from vllm_tokenswift.heads.recipe import TrainingRecipe
-from vllm_tokenswift.heads.train import train_heads
-train_heads(sys.argv[1], sys.argv[2], sys.argv[3], TrainingRecipe(**json.loads(sys.argv[4])))
+
+save, saves_to_go = train.save_state_whole, int(os.environ.get("SAVES", "1000000"))
+
+def save_or_be_killed(*arguments):
+    global saves_to_go
+    if not saves_to_go:
+        os.kill(os.getpid(), signal.SIGKILL)
+    saves_to_go -= 1
+    save(*arguments)
+
+train.save_state_whole = save_or_be_killed
+train.train_heads(sys.argv[1], sys.argv[2], sys.argv[3], TrainingRecipe(**json.loads(sys.argv[4])))
 """
 
 
 def _child(*arguments: object, **environment: str) -> subprocess.Popen[bytes]:
+    """A training in a process of its own; with ``SAVES``, killed where it would save again."""
     command = [sys.executable, "-c", _CHILD, *map(str, arguments)]
     return subprocess.Popen(command, env=os.environ | environment, stderr=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def _interrupt_after(saves: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next training of this process ends where it would save once more."""
+    save, saved = train.save_state_whole, []
+
+    def save_or_end(*arguments: Any) -> None:
+        if len(saved) == saves:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        save(*arguments)
+        saved.append(arguments)
+
+    monkeypatch.setattr(train, "save_state_whole", save_or_end)
+
+
+@pytest.mark.parametrize(("dtype", "by"), [("float32", "a signal"), ("bfloat16", "the keyboard")])
 def test_a_killed_and_resumed_training_ends_with_the_weights_of_an_uninterrupted_one(
-    tmp_path: Path, target_folder: Target, data: Path, dtype: str
+    tmp_path: Path,
+    target_folder: Target,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    by: str,
 ) -> None:
     target = target_folder()
-    recipe = _recipe(num_steps=150, save_every=10, dtype=dtype)
-    child = _child(target, data, tmp_path / "killed", json.dumps(recipe.to_dict()))
+    recipe = _recipe(num_steps=50, save_every=10, dtype=dtype)
+    if by == "a signal":
+        child = _child(target, data, tmp_path / "killed", json.dumps(recipe.to_dict()), SAVES="2")
+        assert child.wait(timeout=600) == -signal.SIGKILL
+    else:
+        _interrupt_after(2, monkeypatch)
+        with pytest.raises(KeyboardInterrupt):
+            train_heads(str(target), data, tmp_path / "killed", recipe)
     state = tmp_path / "killed.training/state.pt"
-    deadline = time.monotonic() + 120
-    while not state.exists():
-        assert child.poll() is None, "the training ended before it was killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
     assert not (tmp_path / "killed").exists()
-    steps_done = torch.load(state, weights_only=True)["step"]
-    assert 0 < steps_done < 150
+    assert torch.load(state, weights_only=True)["step"] == 20
     resumed = train_heads(str(target), data, tmp_path / "killed", recipe)
     train_heads(str(target), data, tmp_path / "whole", recipe)
     _assert_equal(tmp_path / "killed", tmp_path / "whole")
-    assert len(resumed.training["loss_nats"]) == 150
+    assert len(resumed.training["loss_nats"]) == 50
     assert not state.parent.exists()
 
 
 def test_an_interrupted_training_is_not_continued_with_another_recipe(
-    tmp_path: Path, target_folder: Target, data: Path
+    tmp_path: Path, target_folder: Target, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, out = target_folder(), tmp_path / "heads"
-    recipe = _recipe(num_steps=4, save_every=2)
-    child = _child(target, data, out, json.dumps(_recipe(num_steps=5000, save_every=1).to_dict()))
-    while not (tmp_path / "heads.training/state.pt").exists():
-        time.sleep(0.002)
-    child.kill()
-    child.wait()
+    _interrupt_after(1, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        train_heads(str(target), data, out, _recipe(num_steps=5000, save_every=1))
     with pytest.raises(ValueError, match=r"another num_steps \(5000, now 4\), save_every"):
-        train_heads(str(target), data, out, recipe)
+        train_heads(str(target), data, out, _recipe(num_steps=4, save_every=2))
 
 
 def test_accumulated_small_batches_teach_what_one_large_batch_does(
@@ -221,11 +248,15 @@ def test_accumulated_small_batches_teach_what_one_large_batch_does(
         torch.testing.assert_close(tensor, small[name], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_two_ranks_teach_what_one_does_with_the_same_sequences(
     tmp_path: Path, target_folder: Target, data: Path
 ) -> None:
     target = target_folder()
     train_heads(str(target), data, tmp_path / "one", _recipe())
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
     ranks = [
         _child(
             target,
@@ -236,11 +267,11 @@ def test_two_ranks_teach_what_one_does_with_the_same_sequences(
             LOCAL_RANK=str(rank),
             WORLD_SIZE="2",
             MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(29500 + os.getpid() % 1000),
+            MASTER_PORT=port,
         )
         for rank in range(2)
     ]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    assert [rank.wait(timeout=600) for rank in ranks] == [0, 0]
     two = _weights(tmp_path / "two")
     for name, tensor in _weights(tmp_path / "one").items():
         torch.testing.assert_close(tensor, two[name], rtol=1e-3, atol=1e-4)
