@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import pinned_costs
 import pytest
 import torch
 from engine_kit import VOCABULARY, untrained_heads, write_heads
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from vllm_tokenswift.engine.profiling.pass_times import PassTimes
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True, scope="module")
+def costs_do_not_depend_on_the_machine(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Pinned for all engines of a module, those in other processes too; unless it is marked."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("measured_costs") is None:
+            patch.setattr(PassTimes, "measure", pinned_costs.measure)
+            patch.setattr(PassTimes, "plain_ms", pinned_costs.plain_ms)
+            for folder in (HERE, HERE / "plugin"):
+                patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        yield
 
 
 @pytest.fixture(scope="session")

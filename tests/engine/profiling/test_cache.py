@@ -31,6 +31,7 @@ from vllm_tokenswift.engine.profiling.cache import (
 from vllm_tokenswift.engine.profiling.pass_times import Contexts, PassTimes, single_request_shapes
 from vllm_tokenswift.heads.model import DraftHeads
 
+pytestmark = pytest.mark.measured_costs
 KEY = {"machine": "a test's"}
 COST = CostModel(
     ((1, 18.4), (5, 22.2)),
