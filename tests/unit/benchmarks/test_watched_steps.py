@@ -31,9 +31,9 @@ def test_a_step_goes_from_its_samples_to_the_next_ones_and_the_host_s_part_to_it
         plan_once=lambda *_: plan,
     )
     next_step = SimpleNamespace(begin=passing(0.5), draft=passing(2.0))
-    drafting = SimpleNamespace(planner=planner)
+    drafter = SimpleNamespace(planner=planner)
     worker = watched_steps.StepsOfAWorker()
-    worker.model_runner = SimpleNamespace(next_step=next_step, drafting=drafting)
+    worker.model_runner = SimpleNamespace(next_step=next_step, tree_drafter=drafter)
     worker.watch_steps()
 
     requests = [SimpleNamespace(heads=None), SimpleNamespace(heads="heads")]
