@@ -6,13 +6,17 @@ with what a pass ahead writes, and with steps that come otherwise, goes wrong he
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from engine_kit import engine, generate, prompt_of, runner_of, tokenswift
 from vllm import SamplingParams
 
 from vllm_tokenswift.demo.texts import WINDOWED_PENALTY
+from vllm_tokenswift.draft.draft_state import DraftState
 from vllm_tokenswift.engine import runner as runner_module
 from vllm_tokenswift.engine.profiling import cache as cost_cache
+from vllm_tokenswift.engine.profiling import host_time
 from vllm_tokenswift.engine.runner import TokenSwiftRunnerMixin
 from vllm_tokenswift.explain.record import Record
 from vllm_tokenswift.metrics import Stats
@@ -199,14 +203,24 @@ def test_drafting_begins_again_when_it_pays(tiny_model, runs_ahead):
 def test_the_host_s_time_is_measured_at_start_and_leaves_nothing_behind(
     tiny_model, prelaunches, tmp_path, monkeypatch, self_draft
 ):
+    """By a clock that goes on a millisecond for each request that is drafted for."""
     monkeypatch.setattr(cost_cache, "cost_folder", lambda: tmp_path)
+    clock, draft = SimpleNamespace(seconds=0.0), DraftState.draft
+    clock.perf_counter = lambda: clock.seconds
+
+    def draft_and_tick(*arguments, **options):
+        clock.seconds += 0.001
+        return draft(*arguments, **options)
+
+    monkeypatch.setattr(host_time, "time", clock)
+    monkeypatch.setattr(DraftState, "draft", draft_and_tick)
     params = params_of(40, 0)
     plain = plain_texts(tiny_model, PROMPTS[:1], [params])
     with engine(tiny_model, **tokenswift(self_draft=self_draft)) as llm:
         runner = runner_of(llm)
         cost = runner.tree_drafter.planner.cost
         assert cost.drafting_ms > 0
-        assert cost.host_drafting_ms(3) > cost.drafting_ms
+        assert cost.host_drafting_ms(3) == pytest.approx(3 * cost.drafting_ms)
         assert runner.stats == Stats()
         assert not runner.requests
         assert not runner.request_states
