@@ -23,6 +23,7 @@ import torch
 from transformers import AutoConfig
 from vllm import LLM, SamplingParams, TokensPrompt
 
+from vllm_tokenswift.draft.planner.cost_model import CostModel
 from vllm_tokenswift.heads.model import DraftHeads
 from vllm_tokenswift.heads.target import TargetShape
 from vllm_tokenswift.heads.writing import write_own
@@ -78,6 +79,11 @@ def tokenswift(**options: Any) -> dict[str, Any]:
 def runner_of(llm: LLM) -> Any:
     """The model runner inside an engine of this process."""
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def plan_with(llm: LLM, cost: CostModel) -> None:
+    """From now on, whatever was measured."""
+    runner_of(llm).tree_drafter.planner.cost = cost
 
 
 def prompt_of(length: int, seed: int) -> TokensPrompt:
