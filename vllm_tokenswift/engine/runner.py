@@ -45,6 +45,7 @@ from vllm_tokenswift.sampling.tree_sampler import sampled_token_ids
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu_model_runner import ExecuteModelState
 
 PLACEHOLDER_TOKEN_ID = -1
 
@@ -243,7 +244,7 @@ class TokenSwiftRunnerMixin(Platform):
             self.step.hidden_states = self._states_for_heads(self.execute_model_state)
         return super().sample_tokens(grammar_output)
 
-    def _states_for_heads(self, passed: Any) -> torch.Tensor:
+    def _states_for_heads(self, passed: ExecuteModelState) -> torch.Tensor:
         """``[query rows, hidden]``; passed: what ``execute_model`` left behind."""
         if self.heads is not None and self.heads.reads == "pre_norm":
             assert passed.aux_hidden_states is not None

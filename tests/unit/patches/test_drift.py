@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from seam_uses import RUNNER, members_of, runner_files, uses, uses_in
 
 from vllm_tokenswift import versions
 from vllm_tokenswift.patches import MANIFEST
@@ -19,14 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "signatures.py"))
 SEAMS: list[str] = SCRIPT["seams"]()
 RELEASES = list(versions.SUPPORTED_VLLM.values())
-# Where our runner and workers use vLLM's through `self`.
-RUNNER_FILES = (
-    "engine/runner.py",
-    "engine/worker.py",
-    "cpu/runner.py",
-    "cpu/worker.py",
-    "cuda/runner.py",
-)
+PACKAGE = ROOT / "vllm_tokenswift"
 
 
 def snapshot(version: str) -> dict[str, str | None]:
@@ -58,16 +52,109 @@ def test_a_patch_expects_what_the_release_has(patch: Any, release: str) -> None:
     assert patch.signature[release] == snapshot(release)[patch.target]
 
 
-def test_every_part_of_vllm_s_runner_that_ours_touches_is_in_the_seam_table() -> None:
+def listed_members() -> dict[str, set[str]]:
+    """What the seam table lists, by class; a runner's or worker's own may stand in a base."""
+    table = tomllib.loads((ROOT / "patches" / "seams.toml").read_text())
+    return {owner.rpartition(":")[2]: set(entry["members"]) for owner, entry in table.items()}
+
+
+def own_names() -> tuple[set[str], set[str]]:
+    """Names that our runners and workers read on themselves, and those that are ours."""
     used: set[str] = set()
     ours: set[str] = set()
-    for name in RUNNER_FILES:
-        path = ROOT / "vllm_tokenswift" / name
-        assert path.exists(), f"{name} has moved: name it anew in RUNNER_FILES"
+    for path in runner_files(PACKAGE):
         _collect(ast.parse(path.read_text()), used, ours)
-    table = tomllib.loads((ROOT / "patches" / "seams.toml").read_text())
-    listed = {member for entry in table.values() for member in entry["members"]}
-    assert sorted(used - ours - listed) == []
+    return used, ours
+
+
+def test_every_part_of_vllm_s_runner_that_ours_touches_is_in_the_seam_table() -> None:
+    used, ours = own_names()
+    assert len(used - ours) > 40
+    assert sorted(used - ours - set.union(*listed_members().values())) == []
+
+
+def test_what_is_read_of_vllm_s_objects_is_in_the_seam_table() -> None:
+    """The runner's members, and those of its batch, requests, block tables, buffers, ..."""
+    listed, (_, ours) = listed_members(), own_names()
+    ours |= members_of((PACKAGE / "engine" / "runner_view.py").read_text(), "RunnerView")
+    found = uses(PACKAGE)
+    missing = {
+        f"{owner}.{member}": files
+        for (owner, member), files in found.items()
+        if member not in listed.get(owner, ()) and not (owner == RUNNER and member in ours)
+    }
+    assert missing == {}
+    # What the search must be able to see.
+    assert {
+        (RUNNER, "kv_cache_config"),
+        ("CachedRequestState", "block_ids"),
+        ("MultiGroupBlockTable", "commit_block_table"),
+        ("BlockTable", "num_blocks_per_row"),
+        ("InputBatch", "req_id_to_index"),
+    } <= found.keys()
+
+
+def test_what_collaborators_may_read_of_vllm_s_runner_is_in_the_seam_table() -> None:
+    view = (PACKAGE / "engine" / "runner_view.py").read_text()
+    members = members_of(view, "VLLMRunnerView")
+    assert len(members) > 20
+    assert sorted(members - listed_members()[RUNNER]) == []
+    read = {member for owner, member in uses(PACKAGE) if owner == RUNNER}
+    assert sorted(members - read) == [], "nobody reads these: the view is wider than it need be"
+
+
+def test_files_of_runners_and_workers_are_found_bases_first() -> None:
+    names = [path.relative_to(PACKAGE).as_posix() for path in runner_files(PACKAGE)]
+    order = ["engine/platform.py", "engine/runner.py", "cpu/runner.py"]
+    assert sorted(order, key=names.index) == order
+    assert names.index("engine/worker.py") < names.index("cpu/worker.py")
+    assert {*order, "engine/worker.py", "cpu/worker.py", "cuda/runner.py"} == set(names)
+
+
+def test_a_member_is_seen_however_it_is_come_by() -> None:
+    source = """
+class Ours(Runner):
+    def hook(self, scheduler_output: SchedulerOutput | None) -> None:
+        self.own.thing
+        [[group]] = self.attn_groups
+        group.layer_names
+        self.input_batch.num_reqs
+        batch, table = self.input_batch, self.input_batch.block_table[0]
+        table.slot_mapping.gpu[:3]
+        batch.num_rows
+        batch = other()
+        batch.unknown
+        for new in scheduler_output.scheduled_new_reqs:
+            new.req_id
+
+class Collaborator:
+    def __init__(self, runner):
+        self._runner, self.input_batch = runner, None
+        self.input_batch.unknown
+
+    def work(self, requests):
+        runner = self._runner
+        blocks = [request.block_ids for request in runner.requests.values()]
+        runner.requests[0].sampling_params.seed
+        lambda: runner.model(0)
+        requests[0].unknown
+"""
+    found = set(uses_in(source, {"Runner"})) - {(RUNNER, "requests")}
+    assert found == {
+        ("AttentionGroup", "layer_names"),
+        ("InputBatch", "num_reqs"),
+        ("InputBatch", "block_table"),
+        ("InputBatch", "num_rows"),
+        ("MultiGroupBlockTable", "__getitem__"),
+        ("BlockTable", "slot_mapping"),
+        ("CpuGpuBuffer", "gpu"),
+        ("SchedulerOutput", "scheduled_new_reqs"),
+        ("NewRequestData", "req_id"),
+        ("CachedRequestState", "block_ids"),
+        ("CachedRequestState", "sampling_params"),
+        ("SamplingParams", "seed"),
+        (RUNNER, "model"),
+    }
 
 
 def test_vllm_begins_to_watch_for_compilation_when_its_own_warm_up_is_over() -> None:
