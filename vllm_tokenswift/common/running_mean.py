@@ -9,7 +9,10 @@ from dataclasses import dataclass
 class RunningMean:
     """Of the newest numbers, about ``memory`` of them.
 
-    mean, weight: what it starts from, and for how many numbers that stands. It fades.
+    Attributes:
+        memory: how many of the newest numbers count.
+        mean: the mean so far; at first what it starts from, which fades.
+        weight: how many numbers the mean stands for.
     """
 
     memory: float
@@ -17,5 +20,6 @@ class RunningMean:
     weight: float = 0.0
 
     def observe(self, number: float) -> None:
+        """Takes one more number in."""
         self.weight = min(self.weight + 1.0, self.memory)
         self.mean += (number - self.mean) / self.weight

@@ -23,9 +23,10 @@ from vllm.v1.attention.backends.cpu_attn import (
 class ChainMetadata(CPUAttentionMetadata):
     """A verify step with branching trees, cut into chains (all fields: ``chains.py``).
 
-    kv_caches: every layer's cache by name, in the order they run in; the first layer copies
-    the tails of all. (Between two layers each operation of torch costs tens of microseconds:
-    the weights have taken its code's place in the processor's cache.)
+    Attributes:
+        kv_caches: every layer's cache by name, in the order they run in; the first layer copies the
+            tails of all: between two layers an operation of torch takes long, because the weights
+            have taken its code's place in the processor's cache.
     """
 
     tail_copies: list[tuple[int, slice]] = field(default_factory=list)
@@ -37,8 +38,9 @@ class ChainMetadata(CPUAttentionMetadata):
 class DraftMetadata(CPUAttentionMetadata):
     """A draft pass: one query row a request, over the layer's draft block table.
 
-    query_rows: int64 ``[q]``: rows whose query is kept for the importance scores.
-    kept_queries: per layer ``[q, heads, head]``.
+    Attributes:
+        query_rows: int64 ``[kept queries]``: rows whose query is kept for the importance scores.
+        kept_queries: ``[kept queries, heads, head size]``, by layer.
     """
 
     query_rows: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
@@ -83,8 +85,15 @@ class TreeCPUAttentionBackend(CPUAttentionBackend):
 def scheduler_metadata(
     builder: object, query_start_loc: torch.Tensor, seq_lens: torch.Tensor
 ) -> torch.Tensor:
-    """The kernel's work split for a causal batch, as ``CPUAttentionMetadataBuilder.build``
-    makes it. query_start_loc: int32 ``[r + 1]``; seq_lens: int32 ``[r]``."""
+    """The kernel's work split for a causal batch.
+
+    As ``CPUAttentionMetadataBuilder.build`` (``vllm/v1/attention/backends/cpu_attn.py``) makes it.
+
+    Args:
+        builder: one of that class.
+        query_start_loc: int32 ``[r + 1]``.
+        seq_lens: int32 ``[r]``.
+    """
     from vllm import envs
 
     return ops.cpu_attn_get_scheduler_metadata(
@@ -113,8 +122,11 @@ def key_permutation(
     tiles, depending on the instruction set; instead of knowing every layout, write
     two blocks of known keys through vLLM's own kernel and see where they went.
 
-    block: one scratch block, ``[1, kv_heads, block_size, 2 * head_dim]``; overwritten.
-    Raises ValueError if the layout is not a permutation.
+    Args:
+        block: one scratch block, ``[1, kv_heads, block_size, 2 * head_dim]``; overwritten.
+
+    Raises:
+        ValueError: If the layout is not a permutation.
     """
     _, num_kv_heads, block_size, width = block.shape
     head_dim = width // 2
@@ -145,7 +157,16 @@ def key_permutation(
 def gather_keys(
     kv_cache: torch.Tensor, blocks: torch.Tensor, permutation: torch.Tensor
 ) -> torch.Tensor:
-    """The keys of some physical blocks: ``[len(blocks), kv_heads, block_size, head_dim]``."""
+    """The keys of some physical blocks.
+
+    Args:
+        kv_cache: ``[blocks, kv_heads, block_size, 2 * head_dim]``, a layer's.
+        blocks: int64 ``[chosen blocks]``, physical.
+        permutation: see :func:`key_permutation`.
+
+    Returns:
+        ``[chosen blocks, kv_heads, block_size, head_dim]``.
+    """
     _, num_kv_heads, block_size, width = kv_cache.shape
     head_dim = width // 2
     flat = kv_cache[blocks].reshape(len(blocks), num_kv_heads, -1)

@@ -35,16 +35,18 @@ from vllm_tokenswift.tree import Chain
 class VirtualBatch:
     """The step's sequences after its trees were cut into chains.
 
-    query_start_loc: int32 ``[v + 1]``; seq_lens: int32 ``[v]``;
-    block_table: int32 ``[v, blocks]``, physical blocks.
-    tail_copies: whole blocks to copy before attention: a source, and targets in a row.
-    extra_slots: int64 ``[writes, query rows]``: where the K and V of a row are written
-    besides its own slot, -1 for nowhere; more than one write where a row is the ancestor
-    of several side chains.
-    scratch: ``(req_id, node) -> blocks`` for the nodes of side chains: the blocks that take
-    the place of the request's own, from the one with the root's slot on.
-    dead_nodes: per request, the nodes for which no scratch block was left: their
-    rows hold garbage, and the tree sampler must not walk into them.
+    Attributes:
+        query_start_loc: int32 ``[sequences + 1]``, first query row of each.
+        seq_lens: int32 ``[sequences]``, tokens of each.
+        block_table: int32 ``[sequences, blocks]``, physical blocks.
+        tail_copies: whole blocks to copy before attention: a source, and targets in a row.
+        extra_slots: int64 ``[writes, query rows]``: where the K and V of a row are written besides
+            its own slot, -1 for nowhere; more than one write where a row is the ancestor of several
+            side chains.
+        scratch: ``(req_id, node) -> blocks`` for the nodes of side chains: the blocks that take the
+            place of the request's own, from the one with the root's slot on.
+        dead_nodes: per request, the nodes for which no scratch block was left: their rows hold
+            garbage, and the tree sampler must not walk into them.
     """
 
     query_start_loc: npt.NDArray[np.int32]
@@ -66,10 +68,13 @@ def cut_into_chains(
 ) -> VirtualBatch:
     """Rewrites a step's batch so that every branching tree becomes chains.
 
-    trees: the branching trees, any order, at most one for a batch row.
-    query_start_loc: int32 ``[r + 1]``; seq_lens: int32 ``[r]``; block_table:
-    int32 ``[r, blocks]``: the step as vLLM built it, by batch row.
-    scratch_blocks: physical blocks that belong to no request.
+    Args:
+        trees: the branching trees, any order, at most one for a batch row.
+        query_start_loc: int32 ``[requests + 1]``.
+        seq_lens: int32 ``[requests]``.
+        block_table: int32 ``[requests, blocks]``: the step as vLLM built it, by batch row.
+        block_size: tokens of a block.
+        scratch_blocks: physical blocks that belong to no request.
     """
     num_rows = int(query_start_loc[len(seq_lens)])
     by_row = {tree.batch_row: tree for tree in trees}

@@ -77,8 +77,10 @@ def with_scratch_blocks(config: KVCacheConfig, extra: int) -> KVCacheConfig:
 class CPUTreeAttention:
     """See :class:`~vllm_tokenswift.engine.tree_attention.TreeAttention`.
 
-    layers: the model's attention layers by name; builder: their metadata builder;
-    scratch_blocks: physical blocks that belong to no request.
+    Args:
+        layers: the model's attention layers by name.
+        builder: their metadata builder.
+        scratch_blocks: physical blocks that belong to no request.
     """
 
     chains_cost = True
@@ -102,13 +104,13 @@ class CPUTreeAttention:
     def with_trees(
         self,
         metadata: LayerMetadata,
-        plan: StepTrees,
+        trees: StepTrees,
         query_start_loc: npt.NDArray[np.int32],
         seq_lens: npt.NDArray[np.int32],
         block_table: npt.NDArray[np.int32],
     ) -> tuple[LayerMetadata, dict[str, frozenset[int]]]:
         batch = cut_into_chains(
-            plan.branching,
+            trees.branching,
             query_start_loc,
             seq_lens,
             block_table,
@@ -136,14 +138,14 @@ class CPUTreeAttention:
 
     def commit(
         self,
-        plan: StepTrees,
+        trees: StepTrees,
         accepted: dict[str, list[int]],
         block_table: npt.NDArray[np.int32],
     ) -> int:
         batch, self._batch = self._batch, None
         copies: list[tuple[int, int]] = []
         num_moved = 0
-        for rows in plan.branching:
+        for rows in trees.branching:
             nodes = accepted[rows.req_id]
             moved = sum(node != depth for depth, node in enumerate(nodes, start=1))
             if not moved:  # the main chain's KV lies in its slots

@@ -76,7 +76,7 @@ class TokenSwiftGPUModelRunner(TokenSwiftRunnerMixin, GPUModelRunner):
         max_num_scheduled_tokens: int,
         **kwargs: Any,
     ) -> Any:
-        """Steps with trees take a full graph that is wide enough, where its padding is not dear."""
+        """Steps with trees take a full graph that is wide enough, where its padding pays."""
         shape = None
         forced = kwargs.get("force_uniform_decode")
         if (

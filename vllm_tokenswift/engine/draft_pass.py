@@ -2,7 +2,7 @@
 
 Paper, algorithm 1, "Multi-token Parallel Generation". One query row a request, the newest
 token at its own position, attending through the draft block table of each layer: the bonus
-token, or in a further pass the token that the one before it said. The pass writes the
+token, or in a further pass the token that the one before it proposed. The pass writes the
 token's KV, computed from the partial cache, at the token's own slot; the verify pass
 processes the same position and overwrites it, so nothing approximate survives in the full cache.
 """
@@ -29,8 +29,12 @@ from vllm_tokenswift.partial_kv.table import DraftBlockTable
 class DraftRow:
     """One request of a draft pass.
 
-    token: the newest of the sequence; num_tokens: of the sequence, that one included;
-    blocks: int32, physical blocks of the request in logical order.
+    Attributes:
+        req_id: the request.
+        token: the newest of the sequence.
+        num_tokens: tokens of the sequence, that one included.
+        blocks: int32 ``[blocks]``, physical blocks of the request in logical order.
+        table: says which of them the pass reads.
     """
 
     req_id: str
@@ -44,9 +48,13 @@ class DraftRow:
 class PassInputs:
     """A draft pass laid out on the host; a row is a request.
 
-    tables: int32 ``[layers, rows, blocks]``, physical; seq_lens: int32 ``[rows]``, tokens of
-    each compact sequence; slots: int64, token_ids: int32, positions: int64, all ``[rows]``.
-    ranking: rows whose query is kept to rank their blocks.
+    Attributes:
+        tables: int32 ``[layers, rows, blocks]``, physical.
+        seq_lens: int32 ``[rows]``, tokens of each compact sequence.
+        slots: int64 ``[rows]``, where each row's KV goes.
+        token_ids: int32 ``[rows]``.
+        positions: int64 ``[rows]``, of RoPE.
+        ranking: rows whose query is kept to rank their blocks.
     """
 
     tables: npt.NDArray[np.int32]
@@ -59,14 +67,26 @@ class PassInputs:
 
 @dataclass
 class DraftPassRecord:
-    """Which blocks a pass read: logical, ``[layers, blocks]`` for each request (for inspection)."""
+    """What a pass read, for inspection.
+
+    Attributes:
+        logical_blocks: by request, int32 ``[layers, blocks]``, logical.
+        refreshed: requests whose blocks were selected anew.
+    """
 
     logical_blocks: dict[str, np.ndarray]
     refreshed: list[str]
 
 
 class DraftPass:
-    """Runs draft passes over the runner's own input buffers (fixed addresses for CUDA graphs)."""
+    """Runs draft passes over the runner's own input buffers (fixed addresses for CUDA graphs).
+
+    Args:
+        runner: whose target it runs.
+
+    Attributes:
+        last: what the newest pass read.
+    """
 
     def __init__(self, runner: RunnerView) -> None:
         self.vllm_config: VllmConfig = runner.vllm_config
@@ -78,10 +98,16 @@ class DraftPass:
         self.last: DraftPassRecord | None = None
 
     def run(self, rows: list[DraftRow]) -> torch.Tensor:
-        """Returns what the model returns: hidden states ``[len(rows), hidden]`` (and auxiliary).
+        """Runs a pass of some requests (paper, algorithm 1, "Multi-token Parallel Generation").
 
         A request whose table needs a selection reads its whole cache in this pass; its
         query then ranks the blocks for the passes that follow.
+
+        Args:
+            rows: the requests.
+
+        Returns:
+            What the model returns: hidden states ``[requests, hidden]``, and auxiliary ones.
         """
         attention = self.attention
         num_layers, block_size = len(attention.layer_names), attention.block_size

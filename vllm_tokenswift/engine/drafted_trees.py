@@ -15,7 +15,7 @@ class DraftedTrees:
     """By request, the tree that a coming step may bring.
 
     Args:
-        known: The requests that there are; trees of others are not taken.
+        known: the requests that there are; trees of others are not taken.
     """
 
     def __init__(self, known: Collection[str]) -> None:
@@ -42,8 +42,8 @@ class DraftedTrees:
         """The trees of a step, which are not expected any longer.
 
         Args:
-            drafts: What the scheduler asks for: token ids by request.
-            req_ids: The batch, by batch row.
+            drafts: what the scheduler asks for: token ids by request.
+            req_ids: the batch, by batch row.
             num_scheduled_tokens: int32 ``[requests]``, query rows of each; its drafts are the
                 last ones.
             computed: int32 ``[requests]``, tokens whose KV is there before the step.

@@ -25,10 +25,10 @@ class OrdinaryLauncher:
     """See :class:`~vllm_tokenswift.engine.runner_view.PassLauncher`: for steps of any shape.
 
     Attributes:
-        runner: Whose batch it is.
-        step_inputs: Which lays the step out.
-        mode: The mode of the step's CUDA graph.
-        shape: What the step is padded to.
+        runner: whose batch it is.
+        step_inputs: which lays the step out.
+        mode: the mode of the step's CUDA graph.
+        shape: what the step is padded to.
     """
 
     runner: RunnerView

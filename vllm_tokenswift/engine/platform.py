@@ -38,15 +38,15 @@ class Platform(_Runner):
     """The part of a runner that a platform may bring along.
 
     Attributes:
-        tree_sampler_cls: What samples at the nodes of trees.
-        tree_attention: Made by :meth:`_make_tree_attention`, which every platform supplies.
+        tree_sampler_cls: what samples at the nodes of trees.
+        tree_attention: made by :meth:`_make_tree_attention`, which every platform supplies.
         prefix_lens: int32 ``[most requests]`` on the device, tokens before each request's rows;
             where attention reads it.
-        prelaunches: Whether passes, once launched, run by themselves, and are launched ahead of
+        prelaunches: whether passes, once launched, run by themselves, and are launched ahead of
             their step.
-        top_k_is_cheap: Whether reading the verify top-k of rows without drafts costs next to
+        top_k_is_cheap: whether reading the verify top-k of rows without drafts costs next to
             nothing in a batch.
-        host_bound_pass: Makes passes outside of full CUDA graphs, where others run in them.
+        host_bound_pass: makes passes outside of full CUDA graphs, where others run in them.
     """
 
     tree_sampler_cls: type[TreeSampler] = TreeSampler
@@ -83,10 +83,10 @@ class Platform(_Runner):
         """All sequential heads at once, where the platform has a way to run them so.
 
         Args:
-            heads: Of the sequential form.
-            part: The vocabulary that they propose.
+            heads: of the sequential form.
+            part: the vocabulary that they propose.
             lm_rows: ``[part, hidden]``, the LM head's rows of it.
-            least_chance: Of a path that heads go on with.
+            least_chance: of a path that heads go on with.
         """
         return None
 
@@ -113,9 +113,9 @@ class Platform(_Runner):
         """A verify pass as a step runs it.
 
         Args:
-            query_lens: Query rows of each request.
-            context: Tokens of each before these rows.
-            tree: What the one request's rows are; None for chains.
+            query_lens: query rows of each request.
+            context: tokens of each before these rows.
+            tree: what the one request's rows are; None for chains.
         """
         return attention_pass(
             self.vllm_config,

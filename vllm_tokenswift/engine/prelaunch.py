@@ -33,7 +33,7 @@ from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-# Steps without a pass ahead after one that was dropped; twice as many each time it happens
+# Steps without a prelaunched pass after one that was dropped; twice as many each time it happens
 # again, so that requests that come and go all the time cost few passes.
 _FIRST_PAUSE = 4
 _LONGEST_PAUSE = 64
@@ -46,11 +46,11 @@ class PrelaunchedPass:
     """A launched pass and the step it is for.
 
     Attributes:
-        req_ids: The batch, by batch row.
+        req_ids: the batch, by batch row.
         num_rows: int32 ``[requests]``, query rows of each.
         computed: int32 ``[requests]``, tokens whose KV is there before the pass.
-        drafts: By request, as the scheduler will list them.
-        launched: The pass.
+        drafts: by request, as the scheduler will list them.
+        launched: the pass.
     """
 
     req_ids: list[str]
@@ -78,12 +78,12 @@ class PrelaunchedPass:
 
 
 class Prelauncher:
-    """Launches passes ahead of a runner's steps and hands them out.
+    """Launches the passes of a runner's coming steps and hands them out.
 
     Args:
-        runner: Whose batch it is.
-        step_inputs: Which lays steps out.
-        drafted_trees: Where the trees of a pass that is dropped wait for their step.
+        runner: whose batch it is.
+        step_inputs: which lays steps out.
+        drafted_trees: where the trees of a pass that is dropped wait for their step.
     """
 
     def __init__(
@@ -100,9 +100,13 @@ class Prelauncher:
     def launch(self, trees: Mapping[str, DraftTree], accepted: Sequence[Sequence[int]]) -> bool:
         """To be called when a step has accepted, committed and drafted.
 
-        trees: of the next step, by request. accepted: by batch row, the tokens that the step
-        emitted. Returns whether its pass was launched: not where a request is not known to go
-        on, or the pass would not be launched at once.
+        Args:
+            trees: of the next step, by request.
+            accepted: by batch row, the tokens that the step emitted.
+
+        Returns:
+            Whether its pass was launched: not where a request is not known to go on, or the pass
+            would not be launched at once.
         """
         if self._pause:
             self._pause -= 1
@@ -120,8 +124,11 @@ class Prelauncher:
     def launch_undrafted(self, tokens: torch.Tensor) -> bool:
         """To be called when a step without drafts has been sampled, before it is read.
 
-        tokens: int64 ``[requests]`` on the device, one sample of each, by batch row. Returns
-        whether the pass of the next step was launched, which has no drafts then.
+        Args:
+            tokens: int64 ``[requests]`` on the device, one sample of each, by batch row.
+
+        Returns:
+            Whether the pass of the next step was launched, which has no drafts then.
         """
         if self._pause:
             return False

@@ -15,7 +15,7 @@ class RequestStates(dict[str, RequestState]):
     """By request id, what is kept of it between steps.
 
     Args:
-        runner: Whose batch and tree sampler the requests are in, too.
+        runner: whose batch and tree sampler the requests are in, too.
     """
 
     def __init__(self, runner: RunnerView) -> None:

@@ -28,15 +28,20 @@ def lay_out_rows(
 ) -> None:
     """Fills the last five arrays.
 
-    num_rows, computed, num_drafts: ``[requests]``: query rows, tokens before them whose KV is
-    there, and drafts, which are a request's last rows. parents: ``[drafts]``, of the requests'
-    trees one after another (see :class:`~vllm_tokenswift.tree.DraftTree`). token_ids:
-    ``[requests, tokens]`` by position, drafts behind the text. block_table: ``[requests,
-    blocks]``, physical.
-
-    positions, slots, row_tokens: ``[rows]``: KV lies by place, RoPE turns by depth.
-    logits_rows: ``[requests + drafts]``, every request's last ones, its root's first. starts:
-    ``[most requests + 1]``, first row of each, never falling to the end.
+    Args:
+        num_rows: ``[requests]``, query rows of each.
+        computed: ``[requests]``, tokens before them whose KV is there.
+        num_drafts: ``[requests]``, drafts of each, which are its last rows.
+        parents: ``[drafts]``, of the requests' trees one after another (see
+            :class:`~vllm_tokenswift.tree.DraftTree`).
+        token_ids: ``[requests, tokens]`` by position, drafts behind the text.
+        block_table: ``[requests, blocks]``, physical.
+        block_size: tokens of a block.
+        positions: ``[rows]``, for RoPE, which turns by depth.
+        slots: ``[rows]``, for KV, which lies by place.
+        row_tokens: ``[rows]``, token ids.
+        logits_rows: ``[requests + drafts]``, every request's last ones, its root's first.
+        starts: ``[most requests + 1]``, first row of each, never falling to the end.
     """
     num_reqs = len(num_rows)
     row = logits_row = tree = 0

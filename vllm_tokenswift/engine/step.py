@@ -38,11 +38,11 @@ class LaunchedPass:
     """A verify pass that is under way, whether or not its step has been scheduled.
 
     Attributes:
-        trees: What it verifies.
-        inputs: What ``_prepare_inputs`` returns for the step.
-        metadata: What ``_build_attention_metadata`` returns.
-        output: What ``_model_forward`` returns.
-        dead_nodes: By request, nodes that attention had no room for.
+        trees: what it verifies.
+        inputs: what ``_prepare_inputs`` returns for the step.
+        metadata: what ``_build_attention_metadata`` returns.
+        output: what ``_model_forward`` returns.
+        dead_nodes: by request, nodes that attention had no room for.
     """
 
     trees: StepTrees
@@ -56,11 +56,11 @@ class Step:
     """A step from its schedule to the drafts of the next one.
 
     Attributes:
-        stage: How far it has come. vLLM may give a step up at any stage.
-        placeholders: Requests whose drafts are vLLM's padding, of which none may be accepted.
-        trees: What it verifies, from ``LAID_OUT`` on.
-        dead_nodes: By request, nodes that attention had no room for, from ``LAUNCHED`` on.
-        prelaunched: Its pass, where that was launched ahead of the schedule; to ``LAUNCHED``.
+        stage: how far it has come. vLLM may give a step up at any stage.
+        placeholders: requests whose drafts are vLLM's padding, of which none may be accepted.
+        trees: what it verifies, from ``LAID_OUT`` on.
+        dead_nodes: by request, nodes that attention had no room for, from ``LAUNCHED`` on.
+        prelaunched: its pass, where that was launched ahead of the schedule; to ``LAUNCHED``.
         hidden_states: ``[query rows, hidden]``, in the form that heads read; to ``OVER``.
     """
 

@@ -26,12 +26,16 @@ from vllm_tokenswift.engine.step_trees import StepTrees
 
 @dataclass(frozen=True)
 class RowArrays:
-    """Where a step's inputs are laid out, on the host.
+    """Where a step's inputs are laid out, on the host; arrays by row may be longer than a step.
 
-    positions, slots: int64 ``[rows]``; token_ids: int32 ``[rows]``; logits_indices: int32
-    ``[logits rows]``; starts: int32 ``[most requests + 1]``, first row of each request, never
-    falling to the end; seq_lens, prefix_lens: int32 ``[most requests]``, tokens of each
-    with and without its rows, 0 behind the batch. Arrays by row may be longer.
+    Attributes:
+        positions: int64 ``[rows]``.
+        slots: int64 ``[rows]``.
+        token_ids: int32 ``[rows]``.
+        logits_indices: int32 ``[logits rows]``.
+        starts: int32 ``[most requests + 1]``, first row of each request, never falling to the end.
+        seq_lens: int32 ``[most requests]``, tokens of each with its rows, 0 behind the batch.
+        prefix_lens: int32 ``[most requests]``, tokens of each without its rows, 0 behind the batch.
     """
 
     positions: npt.NDArray[np.int64]
@@ -44,7 +48,11 @@ class RowArrays:
 
 
 class StepInputs:
-    """Fills the runner's persistent buffers for steps of decoding requests."""
+    """Fills the runner's persistent buffers for steps of decoding requests.
+
+    Args:
+        runner: whose buffers and batch they are.
+    """
 
     def __init__(self, runner: RunnerView) -> None:
         self.runner = runner
@@ -74,25 +82,31 @@ class StepInputs:
             self._tables = self._tables[:num_reqs]
 
     def lay_out(
-        self, num_scheduled_tokens: npt.NDArray[np.int32], plan: StepTrees, rows: RowArrays
+        self, num_scheduled_tokens: npt.NDArray[np.int32], trees: StepTrees, rows: RowArrays
     ) -> npt.NDArray[np.int64]:
-        """Fills ``rows`` and what vLLM keeps of a step on the host; returns drafts by request.
+        """Fills ``rows`` and what vLLM keeps of a step on the host.
 
-        num_scheduled_tokens: int32 ``[requests]``, query rows of each.
+        Args:
+            num_scheduled_tokens: int32 ``[requests]``, query rows of each.
+            trees: what they are.
+            rows: where they are laid out.
+
+        Returns:
+            int64 ``[requests]``, drafts of each.
         """
         runner = self.runner
         batch = runner.input_batch
         num_reqs = batch.num_reqs
         self._commit_tables(num_reqs)
         num_drafts = np.zeros(num_reqs, np.int64)
-        for tree in plan.trees:
-            num_drafts[tree.batch_row] = len(tree.tree)
+        for request_tree in trees.trees:
+            num_drafts[request_tree.batch_row] = len(request_tree.tree)
         computed = batch.num_computed_tokens_cpu[:num_reqs]
         lay_out_rows(
             num_scheduled_tokens,
             computed,
             num_drafts,
-            plan.parents,
+            trees.parents,
             batch.token_ids_cpu,
             batch.block_table[0].get_numpy_array(),
             runner.tree_attention.block_size,
@@ -103,12 +117,12 @@ class StepInputs:
             rows.starts,
         )
         seq_lens = computed + num_scheduled_tokens
-        for lengths, of_requests in (
+        for lengths, by_request in (
             (rows.seq_lens, seq_lens),
             (rows.prefix_lens, computed),
             (runner.optimistic_seq_lens_cpu.numpy(), seq_lens),
         ):
-            lengths[:num_reqs] = of_requests
+            lengths[:num_reqs] = by_request
             lengths[num_reqs:] = 0
         runner.query_start_loc.np[:] = rows.starts
         num_tokens = [runner.requests[req_id].num_tokens for req_id in batch.req_ids]
@@ -116,15 +130,21 @@ class StepInputs:
         return num_drafts
 
     def fill(
-        self, num_scheduled_tokens: npt.NDArray[np.int32], plan: StepTrees
+        self, num_scheduled_tokens: npt.NDArray[np.int32], trees: StepTrees
     ) -> tuple[torch.Tensor, SpecDecodeMetadata, int]:
-        """What ``_prepare_inputs`` returns: logits rows, their layout, the most of a request.
+        """Lays a step out and copies it to the device, in vLLM's ``_prepare_inputs``' place.
 
-        num_scheduled_tokens: int32 ``[requests]``, query rows of each.
+        Args:
+            num_scheduled_tokens: int32 ``[requests]``, query rows of each.
+            trees: what they are.
+
+        Returns:
+            What ``_prepare_inputs`` returns: logits rows (int32 on the device), their layout, the
+            most of a request.
         """
         runner = self.runner
         num_rows = int(num_scheduled_tokens.sum())
-        num_logits = runner.input_batch.num_reqs + sum(len(rows.tree) for rows in plan.trees)
+        num_logits = runner.input_batch.num_reqs + sum(len(rows.tree) for rows in trees.trees)
         starts = runner.query_start_loc
         rows = RowArrays(
             positions=np.empty(num_rows, np.int64),
@@ -135,7 +155,7 @@ class StepInputs:
             seq_lens=np.empty(runner.max_num_reqs, np.int32),
             prefix_lens=np.empty(runner.max_num_reqs, np.int32),
         )
-        num_drafts = self.lay_out(num_scheduled_tokens, plan, rows)
+        num_drafts = self.lay_out(num_scheduled_tokens, trees, rows)
         given: list[tuple[torch.Tensor, npt.NDArray[Any]]] = [
             (runner.positions[:num_rows], rows.positions),
             (runner.input_batch.block_table[0].slot_mapping.gpu[:num_rows], rows.slots),
@@ -176,7 +196,12 @@ def logits_rows(
 ) -> npt.NDArray[np.int32]:
     """The query rows to make logits for: every request's last ones, its root's first.
 
-    num_drafts: ``[requests]``; stops: ``[requests]``, where each request's query rows end.
+    Args:
+        num_drafts: ``[requests]``, drafts of each.
+        stops: ``[requests]``, where each request's query rows end.
+
+    Returns:
+        int32 ``[requests + drafts]``.
     """
     num_rows = num_drafts + 1
     ends = np.cumsum(num_rows)
@@ -190,6 +215,10 @@ def logits_layout(
     """vLLM's layout of logits rows, as far as verifying trees reads it.
 
     The other fields are for vLLM's rejection sampler, which trees do not go through.
+
+    Args:
+        logits_indices: int32 ``[logits rows]`` on the device, their query rows.
+        num_drafts: ``[requests]``, drafts of each.
     """
     unread = logits_indices
     return SpecDecodeMetadata(

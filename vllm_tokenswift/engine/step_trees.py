@@ -23,14 +23,14 @@ class RequestTree:
     """One request's tree in the step.
 
     Attributes:
-        req_id: The request.
-        batch_row: Its place in the batch.
-        query_start: The request's first query row; it stands before ``root_row`` where the step
+        req_id: the request.
+        batch_row: its place in the batch.
+        query_start: the request's first query row; it stands before ``root_row`` where the step
             also computes tokens that were accepted earlier (a resumed request).
-        root_row: The query row of node 0, the bonus token; node ``i`` is row ``root_row + i``.
-        root_position: Sequence position of the bonus token; node ``i`` has position
+        root_row: the query row of node 0, the bonus token; node ``i`` is row ``root_row + i``.
+        root_position: sequence position of the bonus token; node ``i`` has position
             ``root_position + depth(i)`` and the KV slot of position ``root_position + i``.
-        tree: Its drafts.
+        tree: its drafts.
     """
 
     req_id: str
@@ -63,8 +63,8 @@ class StepTrees:
         """Those of a step in which every request has the rows of its tree and no others.
 
         Args:
-            req_ids: The requests, by batch row.
-            trees: Their trees, which may be empty.
+            req_ids: the requests, by batch row.
+            trees: their trees, which may be empty.
             num_rows: int32 ``[requests]``, query rows of each: its drafts' and one.
             computed: int32 ``[requests]``, tokens whose KV is there before the step.
         """

@@ -30,28 +30,40 @@ class TreeAttention(Protocol):
     def with_trees(
         self,
         metadata: LayerMetadata,
-        plan: StepTrees,
+        trees: StepTrees,
         query_start_loc: npt.NDArray[np.int32],
         seq_lens: npt.NDArray[np.int32],
         block_table: npt.NDArray[np.int32],
     ) -> tuple[LayerMetadata, dict[str, frozenset[int]]]:
-        """The step's metadata with its branching trees, and the nodes not verified by request.
+        """Puts a step's branching trees into its metadata.
 
-        query_start_loc: int32 ``[r + 1]``; seq_lens: int32 ``[r]``; block_table:
-        int32 ``[r, blocks]``, physical blocks; all by batch row.
+        Args:
+            metadata: vLLM's, by layer, in which all requests are chains.
+            trees: the step's.
+            query_start_loc: int32 ``[requests + 1]``, by batch row.
+            seq_lens: int32 ``[requests]``, tokens of each with its rows.
+            block_table: int32 ``[requests, blocks]``, physical blocks.
+
+        Returns:
+            The metadata, and by request the nodes that are not verified.
         """
         ...
 
     def commit(
         self,
-        plan: StepTrees,
+        trees: StepTrees,
         accepted: dict[str, list[int]],
         block_table: npt.NDArray[np.int32],
     ) -> int:
         """Puts the KV of the accepted path where plain decoding would have put it.
 
-        accepted: for each request of the plan its accepted nodes, from the root down.
-        Returns the number of tokens moved (0 where every path was the main path).
+        Args:
+            trees: the step's.
+            accepted: by request, its accepted nodes, from the root down.
+            block_table: int32 ``[requests, blocks]``, physical blocks, by batch row.
+
+        Returns:
+            The number of tokens moved (0 where every path was the main path).
         """
         ...
 
@@ -65,12 +77,14 @@ class TreeAttention(Protocol):
     ) -> LayerMetadata:
         """Metadata of a draft pass: one query row a request.
 
-        block_tables: int32 ``[layers, r, blocks]``, physical blocks, each request's
-        compact sequence from the left; seq_lens: int32 ``[r]``, its length;
-        slots: int64 ``[r]``, where the pass writes each row's KV;
-        query_rows: rows whose query is kept for :meth:`block_masses`;
-        query_start_loc: int32 ``[r + 1]``, where a request has more than one row
-        (the measurement of the cost curve).
+        Args:
+            block_tables: int32 ``[layers, requests, blocks]``, physical blocks, each request's
+                compact sequence from the left.
+            seq_lens: int32 ``[requests]``, its length.
+            slots: int64 ``[requests]``, where the pass writes each row's KV.
+            query_rows: int64 ``[kept queries]``, rows whose query is kept for :meth:`block_masses`.
+            query_start_loc: int32 ``[requests + 1]``, where a request has more than one row (the
+                measurement of the cost curve).
         """
         ...
 
@@ -83,6 +97,10 @@ class TreeAttention(Protocol):
     ) -> npt.NDArray[np.float32]:
         """Importance of every block to one kept query: float32 ``[layers, len(blocks)]``.
 
-        query_index: index into ``query_rows``; blocks: physical, in logical order.
+        Args:
+            metadata: the draft pass's.
+            query_index: index into ``query_rows``.
+            blocks: int32 ``[blocks]``, physical, in logical order.
+            num_tokens: tokens of the sequence that lie in them.
         """
         ...

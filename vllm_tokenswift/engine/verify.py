@@ -25,8 +25,8 @@ class Verifier:
         """What the tree sampler verifies, by batch row.
 
         Args:
-            step: Launched.
-            skipped: Requests that nothing was drafted for, though it might have been: nobody
+            step: launched.
+            skipped: requests that nothing was drafted for, though it might have been: nobody
                 looks at what the target finds likeliest there.
         """
         runner, batch = self._runner, self._runner.input_batch
@@ -65,11 +65,11 @@ class Verifier:
         The device begins to draft for the next step before the cache and the texts have it.
 
         Args:
-            trees: The step's.
-            groups: By batch row, what was verified.
-            results: By batch row, what was accepted and emitted.
+            trees: the step's.
+            groups: by batch row, what was verified.
+            results: by batch row, what was accepted and emitted.
             hidden_states: ``[query rows, hidden]``, in the form that heads read.
-            next_step: Which drafts with them.
+            next_step: which drafts with them.
         """
         runner = self._runner
         emitting = [(rows, result) for rows, result in zip(groups, results, strict=True)]

@@ -26,7 +26,7 @@ class TokenSwiftWorkerMixin(_Worker):
             self._compiling.wait()
         self.model_runner.start_drafting()
 
-    # What changes the model or its cache between steps: a pass ahead was made with the old.
+    # What changes the model or its cache between steps: a prelaunched pass read the old.
 
     def sleep(self, *args: Any, **kwargs: Any) -> None:
         self.model_runner.prelauncher.drop()

@@ -15,10 +15,12 @@ Longs = npt.NDArray[np.int64]
 def pack_rows(starts: Ints, num_drafts: Ints, parents: Ints, ancestors: Longs) -> None:
     """Fills ``ancestors[: starts[-1]]``, int64 ``[rows, 2]``, see :func:`pack_ancestors`.
 
-    starts: int32 ``[requests + 1]``, first query row of each request. num_drafts: int32
-    ``[requests]``, nodes of its tree, which are its last rows; the rows before them follow each
-    other. parents: int32, of the requests' trees one after another (see
-    :class:`~vllm_tokenswift.tree.DraftTree`).
+    Args:
+        starts: int32 ``[requests + 1]``, first query row of each request.
+        num_drafts: int32 ``[requests]``, nodes of its tree, which are its last rows; the rows
+            before them follow each other.
+        parents: int32, of the requests' trees one after another (see
+            :class:`~vllm_tokenswift.tree.DraftTree`).
     """
     one = np.int64(1)
     node = 0

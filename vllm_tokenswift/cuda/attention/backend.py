@@ -39,9 +39,10 @@ from vllm_tokenswift.cuda.attention.tree_rows import MAX_TREE_ROWS, DeviceTreeRo
 class TreeExtras:
     """What our metadata adds to the stock fields.
 
-    trees: the tree rows of the step, or None: the stock path for all.
-    query_rows: int64 on the device, rows whose query is copied into ``kept_queries``.
-    kept_queries: ``[len(query_rows), num_heads, head_size]``, of this layer.
+    Attributes:
+        trees: the tree rows of the step, or None: the stock path for all.
+        query_rows: int64 on the device, rows whose query is copied into ``kept_queries``.
+        kept_queries: ``[len(query_rows), num_heads, head_size]``, of this layer.
     """
 
     trees: DeviceTreeRows | None = None
@@ -102,9 +103,12 @@ class TreeMetadataBuilder:
     def reschedule(self, common: CommonAttentionMetadata, built: Any) -> None:
         """Makes anew what the device derives from a step's rows and lengths.
 
-        For a full graph, which reads of its metadata only what device buffers hold. common:
-        what ``built`` was made of, its tensors being the step's. Launches alone, the same
-        ones each time: a graph may hold them.
+        For a full graph, which reads of its metadata only what device buffers hold. Launches
+        alone, the same ones each time: a graph may hold them.
+
+        Args:
+            common: what ``built`` was made of, its tensors being the step's.
+            built: what :meth:`build` returned.
         """
 
     def extended(self, stock: Any, **extras: Any) -> Any:
@@ -243,9 +247,17 @@ class TreeAttentionImpl:
         trees: DeviceTreeRows,
         output: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """States ``[slices, rows, heads, size]`` and lse ``[slices, heads, rows]`` of the prefixes.
+        """The prefix part of the tree rows' attention.
 
-        output: the rows' output, which may serve as the state's memory.
+        Args:
+            query: ``[rows, heads, size]``, of the tree rows.
+            kv_cache: the layer's.
+            attn_metadata: the step's, for its block table.
+            trees: the tree rows.
+            output: ``[rows, heads, size]``, which may serve as the state's memory.
+
+        Returns:
+            States ``[slices, rows, heads, size]`` and log-sum-exp ``[slices, heads, rows]``.
         """
         num_trees = trees.start_loc.shape[0] - 1
         return prefix_attention(

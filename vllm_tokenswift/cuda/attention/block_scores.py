@@ -195,12 +195,15 @@ def block_scores(
 ) -> torch.Tensor:
     """Attention mass of every block of every request and layer; see the module's header.
 
-    queries: ``[num_layers, num_reqs, num_heads, head_size]``, contiguous, of the cache's
-        type: the newest token's query in every layer.
-    layers: the caches; block size a power of two.
-    block_table: int32 ``[num_reqs, max_blocks]``; pass a view no wider than needed.
-    seq_lens: int32 ``[num_reqs]``, cached tokens that count.
-    Returns float32 ``[num_layers, num_reqs, max_blocks]``; a row sums to ``num_heads``.
+    Args:
+        queries: ``[num_layers, num_reqs, num_heads, head_size]``, contiguous, of the cache's type:
+            the newest token's query in every layer.
+        layers: the caches; block size a power of two.
+        block_table: int32 ``[num_reqs, max_blocks]``; pass a view no wider than needed.
+        seq_lens: int32 ``[num_reqs]``, cached tokens that count.
+
+    Returns:
+        float32 ``[num_layers, num_reqs, max_blocks]``; a row sums to ``num_heads``.
     """
     num_layers, num_reqs, num_heads, head_size = queries.shape
     max_blocks = block_table.shape[1]

@@ -18,9 +18,11 @@ import torch
 class CacheLayers:
     """The KV caches of all layers, as one table of addresses and one set of strides.
 
-    caches: the layers' views, kept so that their memory stays alive.
-    addresses: int64 ``[num_layers]`` on the device, the views' data pointers.
     Strides are in elements and the same for all layers.
+
+    Attributes:
+        caches: the layers' views, kept so that their memory stays alive.
+        addresses: int64 ``[num_layers]`` on the device, the views' data pointers.
     """
 
     caches: tuple[torch.Tensor, ...]
@@ -28,7 +30,15 @@ class CacheLayers:
 
     @classmethod
     def of(cls, caches: Sequence[torch.Tensor]) -> CacheLayers:
-        """Raises ValueError where the layers do not share shape, strides and type."""
+        """Of the layers' views.
+
+        Args:
+            caches: each ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
+
+        Raises:
+            ValueError: Where the layers do not share shape, strides and type, or the last axis is
+                not contiguous.
+        """
         first = caches[0]
         for i, cache in enumerate(caches):
             if (cache.shape, cache.stride(), cache.dtype) != (

@@ -88,9 +88,12 @@ def move_kv(
 ) -> None:
     """Copies slots to slots in every layer's KV cache; see the module's header.
 
-    src_slots, dst_slots: int64 or int32 ``[num_reqs, max_moves]`` on the device, KV
-    slots (physical block * block size + offset); moves of a request by rising depth.
-    num_moves: moves of each request that are looked at; all unless given.
+    Args:
+        layers: the caches.
+        src_slots: int64 or int32 ``[num_reqs, max_moves]`` on the device, KV slots (physical block
+            * block size + offset); moves of a request by rising depth.
+        dst_slots: the same, where they go.
+        num_moves: moves of each request that are looked at; all unless given.
     """
     num_reqs, max_moves = src_slots.shape
     slot_elements = layers.num_kv_heads * 2 * layers.head_size

@@ -179,13 +179,18 @@ def prefix_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The prefix part of tree attention; see the module's header.
 
-    query: ``[num_rows, num_heads, head_size]``, the rows of all trees.
-    kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, any strides with a
-        contiguous last axis, of the query's type.
-    block_table: int32 ``[num_trees, max_blocks]``; prefix_lens: int32 ``[num_trees]``.
-    tree_start_loc: int32 ``[num_trees + 1]``; max_rows: at least the rows of each tree.
-    Returns float32 states ``[num_slices, num_rows, num_heads, head_size]`` and log-sum-exp
-    ``[num_slices, num_heads, num_rows]``.
+    Args:
+        query: ``[num_rows, num_heads, head_size]``, the rows of all trees.
+        kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, any strides with a
+            contiguous last axis, of the query's type.
+        block_table: int32 ``[num_trees, max_blocks]``.
+        prefix_lens: int32 ``[num_trees]``.
+        tree_start_loc: int32 ``[num_trees + 1]``.
+        max_rows: at least the rows of each tree.
+
+    Returns:
+        Float32 states ``[num_slices, num_rows, num_heads, head_size]`` and log-sum-exp
+        ``[num_slices, num_heads, num_rows]``.
     """
     num_rows, num_heads, head_size = query.shape
     num_kv_heads, block_size = kv_cache.shape[1:3]

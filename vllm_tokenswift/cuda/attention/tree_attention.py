@@ -30,10 +30,14 @@ from vllm_tokenswift.tree import DraftTree
 class CUDATreeAttention:
     """See :class:`~vllm_tokenswift.engine.tree_attention.TreeAttention`.
 
-    layers: the model's attention layers by name; builder: their metadata builder;
-    max_num_reqs, max_depth: most requests of a batch and most accepted drafts of one.
+    Args:
+        layers: the model's attention layers by name.
+        builder: their metadata builder.
+        max_num_reqs: most requests of a batch.
+        max_depth: most accepted drafts of one.
 
-    Raises ValueError, in words, where a layer is of a kind that trees are not made for.
+    Raises:
+        ValueError: Where a layer is of a kind that trees are not made for.
     """
 
     chains_cost = False
@@ -59,7 +63,11 @@ class CUDATreeAttention:
         self._moves = CpuGpuBuffer(2, max_num_reqs, max_depth, dtype=torch.int64, device=device)
 
     def warm_up(self, ranks_blocks: bool) -> None:
-        """Compiles what no captured pass launches. ranks_blocks: whether blocks will be scored."""
+        """Compiles what no captured pass launches.
+
+        Args:
+            ranks_blocks: whether blocks will be scored.
+        """
         self._moves.np[0, 0, :1] = -1  # no move
         on_device = self._moves.copy_to_gpu()
         move_kv(self.cache, on_device[0, :1], on_device[1, :1], 1)
@@ -74,7 +82,7 @@ class CUDATreeAttention:
     def with_trees(
         self,
         metadata: LayerMetadata,
-        plan: StepTrees,
+        trees: StepTrees,
         query_start_loc: npt.NDArray[np.int32],
         seq_lens: npt.NDArray[np.int32],
         block_table: npt.NDArray[np.int32],
@@ -82,32 +90,32 @@ class CUDATreeAttention:
         widths = np.diff(query_start_loc)
         too_wide = np.flatnonzero(widths > MAX_TREE_ROWS)
         num_leading = int(too_wide[0]) if len(too_wide) else len(widths)
-        trees = []
+        leading = []
         dead: dict[str, frozenset[int]] = {}
-        for rows in plan.branching:
+        for rows in trees.branching:
             if rows.batch_row < num_leading:
-                trees.append((rows.batch_row, rows.tree))
+                leading.append((rows.batch_row, rows.tree))
             else:
                 dead[rows.req_id] = _nodes_off_the_main_chain(rows.tree)
-        if not trees:
+        if not leading:
             return metadata, dead
         stock = metadata[self.layer_names[0]]
-        rows_of = self.builder.tree_rows
+        buffers = self.builder.tree_rows
         starts = query_start_loc[: num_leading + 1]
         if getattr(stock, "trees", None) is not None:
             # A uniform batch: its metadata reads the buffer that this fills.
-            rows_of.fill_ancestors(starts, trees)
+            buffers.fill_ancestors(starts, leading)
             return metadata, dead
-        filled = rows_of.fill(starts, seq_lens[:num_leading], trees)
+        filled = buffers.fill(starts, seq_lens[:num_leading], leading)
         return dict.fromkeys(metadata, self.builder.with_rows(stock, filled)), dead
 
     def commit(
         self,
-        plan: StepTrees,
+        trees: StepTrees,
         accepted: dict[str, list[int]],
         block_table: npt.NDArray[np.int32],
     ) -> int:
-        moves = [self._slots(rows, accepted[rows.req_id], block_table) for rows in plan.branching]
+        moves = [self._slots(rows, accepted[rows.req_id], block_table) for rows in trees.branching]
         moves = [pair for pair in moves if len(pair[0])]
         if not moves:
             return 0
@@ -178,7 +186,9 @@ class CUDATreeAttention:
     def by_layer(self, common: CommonAttentionMetadata, tables: torch.Tensor) -> LayerMetadata:
         """Metadata of one row a request, each layer with its block table of ``tables``.
 
-        tables: int32 ``[layers, requests, blocks]`` on the device.
+        Args:
+            common: what the builder makes metadata of.
+            tables: int32 ``[layers, requests, blocks]`` on the device.
         """
         return self._by_layer(self.builder.build(0, common), tables, [{}] * len(tables))
 

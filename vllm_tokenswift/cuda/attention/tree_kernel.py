@@ -264,18 +264,20 @@ def tree_attention(
 ) -> None:
     """Finish the attention of tree rows over their own K and V; see the module's header.
 
-    query: ``[num_rows, num_heads, head_size]`` bf16, fp16 or float32; the rows of
-        all trees, tree after tree (further rows may follow).
-    key, value: ``[num_rows, num_kv_heads, head_size]``, this step's fresh K and V.
-    prefix_out: ``[num_slices, num_rows, num_heads, head_size]``, the prefix part.
-    prefix_lse: float32 ``[num_slices, num_heads, num_rows]``, natural logarithm; the
-        layout of FlashAttention's variable-length ``softmax_lse``.
-    out: ``[num_rows, num_heads, head_size]``, written for the rows of trees only.
-    tree_start_loc: int32 ``[num_trees + 1]`` on the device, first row of each tree.
-    ancestors: int64 ``[num_rows, 2]`` on the device, see :func:`pack_ancestors`.
-    max_rows: at least the rows of the largest tree; a bound fixes the launch.
-
     The innermost dimension of every tensor must be contiguous.
+
+    Args:
+        query: ``[num_rows, num_heads, head_size]`` bf16, fp16 or float32; the rows of all trees,
+            tree after tree (further rows may follow).
+        key: ``[num_rows, num_kv_heads, head_size]``, this step's fresh K and V.
+        value: ``[num_rows, num_kv_heads, head_size]``, this step's fresh K and V.
+        prefix_out: ``[num_slices, num_rows, num_heads, head_size]``, the prefix part.
+        prefix_lse: float32 ``[num_slices, num_heads, num_rows]``, natural logarithm; the layout of
+            FlashAttention's variable-length ``softmax_lse``.
+        out: ``[num_rows, num_heads, head_size]``, written for the rows of trees only.
+        tree_start_loc: int32 ``[num_trees + 1]`` on the device, first row of each tree.
+        ancestors: int64 ``[num_rows, 2]`` on the device, see :func:`pack_ancestors`.
+        max_rows: at least the rows of the largest tree; a bound fixes the launch.
     """
     num_heads, head_size = query.shape[1:]
     num_kv_heads = key.shape[1]

@@ -29,15 +29,16 @@ MAX_TREE_ROWS = MAX_DRAFT_NODES + 1
 class DeviceTreeRows:
     """What attention needs to know of a step's tree rows; all tensors on the device.
 
-    num_rows: query rows of the leading requests; the rest of the step's rows follow.
-    max_rows: a bound of one request's rows.
-    start_loc: int32 ``[requests + 1]``, first query row of each leading request.
-    prefix_lens: int32 ``[requests]``, tokens in the KV cache before the request's rows.
-    max_prefix_len: a bound of them.
-    ancestors: int64 ``[num_rows, 2]``, see :func:`pack_ancestors`.
-    schedule: FlashAttention 3's schedule of the prefix part, or None.
-    max_num_splits: FlashAttention's bound on splits of a prefix; 0 leaves it the choice.
-    rest: the stock metadata of the requests after the leading ones, or None.
+    Attributes:
+        num_rows: query rows of the leading requests; the rest of the step's rows follow.
+        max_rows: a bound of one request's rows.
+        start_loc: int32 ``[requests + 1]``, first query row of each leading request.
+        prefix_lens: int32 ``[requests]``, tokens in the KV cache before the request's rows.
+        max_prefix_len: a bound of them.
+        ancestors: int64 ``[num_rows, 2]``, see :func:`pack_ancestors`.
+        schedule: FlashAttention 3's schedule of the prefix part, or None.
+        max_num_splits: FlashAttention's bound on splits of a prefix; 0 leaves it the choice.
+        rest: the stock metadata of the requests after the leading ones, or None.
     """
 
     num_rows: int
@@ -54,7 +55,9 @@ class DeviceTreeRows:
 class TreeRowBuffers:
     """Owns the buffers and fills them for each step.
 
-    max_num_reqs: most requests of a batch; max_num_tokens: most query rows of a step.
+    Args:
+        max_num_reqs: most requests of a batch.
+        max_num_tokens: most query rows of a step.
     """
 
     def __init__(self, max_num_reqs: int, max_num_tokens: int, device: torch.device) -> None:
@@ -78,10 +81,14 @@ class TreeRowBuffers:
         return words
 
     def uniform_chains(self, common: CommonAttentionMetadata, width: int) -> DeviceTreeRows:
-        """All requests as chains of at most ``width`` rows, by work on the device alone.
+        """All requests as chains, by work on the device alone.
 
-        For batches that run with ``width`` rows a request in all, padding at the end
-        included: the same addresses and launches for equal shapes, as a CUDA graph needs.
+        The same addresses and launches for equal shapes, as a CUDA graph needs.
+
+        Args:
+            common: of a batch that runs with ``width`` rows a request in all, padding at the end
+                included.
+            width: most rows of a request.
         """
         num_reqs = common.num_reqs
         starts = common.query_start_loc
@@ -110,8 +117,10 @@ class TreeRowBuffers:
     ) -> DeviceTreeRows:
         """The leading requests as chains, except where a tree is given.
 
-        query_start_loc: int32 ``[requests + 1]``, seq_lens: int32 ``[requests]``, of the
-        leading requests; trees: ``(request, tree)``, a request's last rows.
+        Args:
+            query_start_loc: int32 ``[requests + 1]``, of the leading requests.
+            seq_lens: int32 ``[requests]``, tokens of each with its rows.
+            trees: ``(request, tree)``, a request's last rows.
         """
         num_reqs = len(seq_lens)
         self._start_loc.np[: num_reqs + 1] = query_start_loc

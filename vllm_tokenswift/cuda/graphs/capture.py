@@ -12,10 +12,17 @@ Launches = Callable[[], None]
 
 
 def captured(launches: Sequence[Launches], device: torch.device) -> list[Launches]:
-    """What to call in place of each: on a GPU the replay of a CUDA graph that holds it.
+    """Captures a CUDA graph of each, on a GPU.
 
     Each is run once before it is captured, which compiles its kernels. The graphs share one
     pool of memory, and so must not run at the same time.
+
+    Args:
+        launches: what launches kernels, the same ones on the same memory each time.
+        device: where they run.
+
+    Returns:
+        What to call in place of each: the replay of its graph; without a GPU itself.
     """
     if device.type != "cuda":
         return list(launches)

@@ -33,7 +33,9 @@ _captured_models: WeakSet[Any] = WeakSet()
 class GraphedDraftPass(DraftPass):
     """:class:`DraftPass` that replays a captured pass where there is one; a model has only one.
 
-    budget_blocks: the most blocks that a pass over the partial cache reads.
+    Args:
+        runner: whose target it runs; its tree attention is CUDA's.
+        budget_blocks: the most blocks that a pass over the partial cache reads.
     """
 
     def __init__(self, runner: RunnerView, budget_blocks: int) -> None:
@@ -59,7 +61,7 @@ class GraphedDraftPass(DraftPass):
         """Captures a pass for every number of requests; once, at start-up.
 
         Raises:
-            RuntimeError: Where the model's draft passes are captured already.
+            RuntimeError: where the model's draft passes are captured already.
         """
         if self.runner.model in _captured_models:
             raise RuntimeError(
@@ -79,6 +81,11 @@ class GraphedDraftPass(DraftPass):
         self._is_captured = True
 
     def forward(self, inputs: PassInputs) -> tuple[Any, LayerMetadata]:
+        """See :meth:`DraftPass.forward`; replays where the pass fits a captured one.
+
+        Raises:
+            RuntimeError: where it fits and nothing was captured.
+        """
         _, n, width = inputs.tables.shape
         if inputs.ranking or n > self.counts[-1] or width > self.tables.shape[2]:
             return super().forward(inputs)
@@ -133,7 +140,12 @@ class GraphedDraftPass(DraftPass):
 
 
 def first_rows(output: Any, num_rows: int) -> Any:
-    """Hidden states of the first rows, and of the auxiliary ones beside them."""
+    """The first rows of what a pass returned.
+
+    Args:
+        output: hidden states ``[rows, hidden]``, or these and a list of auxiliary ones.
+        num_rows: how many rows are wanted.
+    """
     if isinstance(output, torch.Tensor):
         return output[:num_rows]
     hidden, auxiliary = output

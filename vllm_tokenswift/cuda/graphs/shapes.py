@@ -21,8 +21,7 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 # Tiles of the matrix products are 8, 16, 32, ... rows high: a row less than that saves nothing.
 _TILES = (4, 8, 16, 32, 64)
 # Attention packs the query rows of a KV head's query heads into tiles of that many (FlashAttention
-# 3, heads of 128), and each tile reads the whole prefix: after 102,400 tokens 33 rows of 4 query
-# heads take an H100 199 us a layer, 32 rows 162 and one row 157.
+# 3, heads of 128), and each tile reads the whole prefix.
 _ATTENTION_TILE = 128
 # A tile is given up for the sake of the last few rows, not of more than this share of one.
 _MOST_GIVEN_UP = 1 / 8
@@ -31,13 +30,15 @@ _MOST_GIVEN_UP = 1 / 8
 def graph_widths(num_speculative_tokens: int, group: int) -> tuple[int, ...]:
     """Rows a request has in the captured shapes, ascending: from 1 to the widest tree's.
 
-    group: query heads that share a KV head. The widest tree has ``num_speculative_tokens``
-    drafts, or a few less where these would begin another tile of attention.
+    Args:
+        num_speculative_tokens: most drafts of a request; the widest tree has a few less where
+            these would begin another tile of attention.
+        group: query heads that share a KV head.
     """
     widest = 1 + num_speculative_tokens
-    of_tile = max(1, _ATTENTION_TILE // group)
-    further = widest % of_tile
-    if widest > of_tile and further <= of_tile * _MOST_GIVEN_UP:
+    rows_of_tile = max(1, _ATTENTION_TILE // group)
+    further = widest % rows_of_tile
+    if widest > rows_of_tile and further <= rows_of_tile * _MOST_GIVEN_UP:
         widest -= further
     return (1, *(width for width in _TILES if width < widest), widest)
 
@@ -45,8 +46,13 @@ def graph_widths(num_speculative_tokens: int, group: int) -> tuple[int, ...]:
 class TreeGraphDispatcher(CudagraphDispatcher):
     """vLLM's dispatcher, and full graphs for trees beside those for plain decoding.
 
-    widths: see :func:`graph_widths`. ``wide_shapes`` lists the shapes ``(requests, width)``
-    that are captured besides vLLM's own, once the keys are initialized.
+    Args:
+        vllm_config: the engine's.
+        widths: see :func:`graph_widths`.
+
+    Attributes:
+        wide_shapes: the shapes ``(requests, width)`` that are captured besides vLLM's own, once
+            the keys are initialized.
     """
 
     def __init__(self, vllm_config: VllmConfig, widths: Sequence[int]) -> None:
@@ -108,4 +114,5 @@ class TreeGraphDispatcher(CudagraphDispatcher):
 
 
 def wide_descriptor(num_reqs: int, width: int) -> BatchDescriptor:
+    """The shape of so many requests that have as many rows each."""
     return BatchDescriptor(num_tokens=num_reqs * width, num_reqs=num_reqs, uniform=True)

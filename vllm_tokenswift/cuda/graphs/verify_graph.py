@@ -1,4 +1,4 @@
-"""Passes of decoding requests, prepared so that a step takes the host few calls to launch.
+"""Verify passes of decoding requests as graphs, which a step takes the host few calls to launch.
 
 A full CUDA graph reads buffers whose addresses never change: in every step of a captured shape
 metadata, views and launches are the same, and only what the buffers hold is not. That is laid
@@ -30,8 +30,14 @@ from vllm_tokenswift.engine.step_trees import StepTrees
 
 
 class VerifyGraph:
-    """The pass of one captured shape: ``shape.num_reqs`` requests at most, of equally many rows
-    at most."""
+    """The pass of one captured shape, a :class:`~vllm_tokenswift.engine.runner_view.PassLauncher`.
+
+    Args:
+        runner: whose buffers the shape's graph reads.
+        step_inputs: which lays a step out.
+        builder: of the attention layers' metadata.
+        shape: ``shape.num_reqs`` requests at most, of equally many rows at most.
+    """
 
     def __init__(
         self,
@@ -153,7 +159,14 @@ def make_verify_graphs(
     builder: TreeMetadataBuilder,
     shapes: Sequence[BatchDescriptor],
 ) -> dict[BatchDescriptor, VerifyGraph]:
-    """Once, at start-up, when the runner's own graphs of these shapes have been captured."""
+    """Once, at start-up, when the runner's own graphs of these shapes have been captured.
+
+    Args:
+        runner: see :class:`VerifyGraph`.
+        step_inputs: the runner's.
+        builder: of its attention layers' metadata.
+        shapes: those of its full graphs, the smallest first.
+    """
     graphs = {shape: VerifyGraph(runner, step_inputs, builder, shape) for shape in shapes}
     spreads = captured([graph.spread for graph in graphs.values()], runner.device)
     for graph, run_spread in zip(graphs.values(), spreads, strict=True):

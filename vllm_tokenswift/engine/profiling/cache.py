@@ -36,8 +36,7 @@ Key = Mapping[str, Any]
 """What a curve was measured for, in plain JSON values."""
 
 _CPU_INFO = Path("/proc/cpuinfo")
-# Than a plain pass is now: a kept curve that was measured on a busy machine. Quiet ones differ by
-# a tenth.
+# Than a plain pass is now: a kept curve that was measured on a busy machine.
 _TIMES_SLOWER = 1.4
 
 logger = init_logger(__name__)
@@ -48,11 +47,13 @@ def measured_once(
 ) -> CostModel:
     """The cost model kept for ``key``; else what rank 0 measured and keeps now.
 
-    measure: called on all ranks together, which then plan with rank 0's result: decisions
-    taken from each rank's own clock would differ between ranks and hang them. plain_ms: the same,
-    what a plain pass takes now.
-
     A folder that cannot be read or written costs a warning and the measurement.
+
+    Args:
+        key: what the costs hold for, see :func:`cost_key`.
+        measure: called on all ranks together, which then plan with rank 0's result: decisions taken
+            from each rank's own clock would differ between ranks and hang them.
+        plain_ms: called so, too: milliseconds of a plain pass now.
     """
     is_first = get_tp_group().rank_in_group == 0
     cost = _from_rank_0(read_cost(key) if is_first else None)
@@ -91,8 +92,13 @@ def cost_key(
 ) -> Key:
     """Everything known to change what passes cost.
 
-    heads: the draft heads, where there are any. contexts: tokens at which passes are timed;
-    they depend on the model's greatest length and the size of the cache.
+    Args:
+        vllm_config: the engine's.
+        curve: measures the costs.
+        heads: the draft heads, where there are any.
+        shapes: the verify passes that are timed.
+        contexts: tokens at which passes are timed; they depend on the model's greatest length and
+            the size of the cache.
     """
     model, compilation = vllm_config.model_config, vllm_config.compilation_config
     architecture = model.hf_text_config.to_dict()
@@ -127,10 +133,12 @@ def cost_key(
 
 
 def cost_folder() -> Path:
+    """Where costs are kept."""
     return cache_home() / "costs"
 
 
 def cost_path(key: Key) -> Path:
+    """The file of a key."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return cost_folder() / f"{digest[:32]}.json"
 

@@ -37,11 +37,7 @@ _PROMPT_TOKENS = 4 * _PERIOD
 _ACCEPTED = 3  # tokens of a step
 _WARM_UP, _STEPS = 8, 15
 # Here steps follow one another; in an engine vLLM's own code runs between them, and ours is no
-# longer in the processor's caches: on two hosts a step took that much longer than its trial. On a
-# third one it took four times as long, 0.7 ms. But heads work meanwhile: they added 0.4 ms to a
-# step and not the 0.69 that they take alone, so that drafts with heads cost 1.15 ms by both and
-# 0.98 by the model. Trials with cold caches and with heads said 1.03 and, in another engine, 1.42:
-# with that the planner asked heads half as often, where they would have paid.
+# longer in the processor's caches (docs/design-notes.md).
 _COLD = 1.7
 
 

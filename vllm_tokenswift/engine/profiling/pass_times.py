@@ -25,8 +25,8 @@ from vllm_tokenswift.engine.tree_attention import TreeAttention
 from vllm_tokenswift.tree import DraftTree
 
 LONG_CONTEXT_TOKENS = 4096
-# Where a GPU's passes are timed for what prefixes cost: 4,096 tokens are 0.1 ms of an 8B model's
-# 4.7, too little to foretell what 100,000 cost.
+# Where a GPU's passes are timed for what prefixes cost: fewer tokens are too small a part of a pass
+# to foretell what 100,000 cost.
 FAR_CONTEXT_TOKENS = 32_768
 REPETITIONS = 11
 # Rounds from one to the next in which passes over a long prefix are timed: they take long, and
@@ -47,7 +47,12 @@ MakeWork = Callable[[], Callable[[], object]]
 
 @dataclass(frozen=True)
 class Shape:
-    """A verify pass to be timed, and the numbers of rows of which it is the cost."""
+    """A verify pass to be timed.
+
+    Attributes:
+        query_lens: query rows of each request.
+        num_rows: numbers of rows, of all requests, of which it is the cost.
+    """
 
     query_lens: tuple[int, ...]
     num_rows: tuple[int, ...]
@@ -57,8 +62,10 @@ class Shape:
 class Contexts:
     """Tokens before the rows of the passes that are timed.
 
-    short: where prefixes cost next to nothing. long: about what a draft pass reads. far: where it
-    shows what prefixes cost.
+    Attributes:
+        short: tokens behind which prefixes cost next to nothing.
+        long: about as many as a draft pass reads.
+        far: so many that it shows what prefixes cost.
     """
 
     short: int
@@ -82,9 +89,13 @@ def single_request_shapes(max_nodes: int) -> list[Shape]:
 class PassTimes:
     """Times verify and draft passes.
 
-    make_pass: makes the passes; logits: what turns their output into logits rows; heads:
-    drafts from one hidden state with the free heads, None where there are none; host_bound:
-    makes passes outside of full CUDA graphs, None where all are.
+    Args:
+        attention: what the passes go through.
+        make_pass: makes the passes.
+        logits: what turns their output into logits rows.
+        heads: drafts from one hidden state with the free heads, None where there are none.
+        host_bound: makes passes outside of full CUDA graphs; None where all are so.
+        device: where they run.
     """
 
     def __init__(
@@ -104,7 +115,12 @@ class PassTimes:
         self.device = device
 
     def measure(self, shapes: Sequence[Shape], contexts: Contexts) -> CostModel:
-        """shapes: ascending, the first a plain decode."""
+        """Times passes of these shapes, and others besides, and makes a cost model of them.
+
+        Args:
+            shapes: ascending, the first a plain decode.
+            contexts: tokens before the rows.
+        """
         short, long, far = contexts.short, contexts.long, contexts.far
         # In rounds over all passes: a machine whose speed drifts slows all of them alike.
         works: dict[str, MakeWork] = {
@@ -129,8 +145,7 @@ class PassTimes:
                 [3], length, tree=DraftTree.build([0, 0], [0, 0])
             )
         times = self._rounds(works, far_works)
-        # Whatever else a machine does only adds to a time. On one shared with others middle times
-        # of nine rounds said that five rows cost less than four and no less than nine.
+        # Whatever else a machine does only adds to a time.
         fastest = {name: min(ms) for name, ms in times.items()}
         verify = tuple(
             (n, fastest[f"verify {i}"]) for i, s in enumerate(shapes) for n in s.num_rows
@@ -163,12 +178,23 @@ class PassTimes:
         )
 
     def plain_ms(self, shapes: Sequence[Shape], short: int) -> float:
-        """A plain decode as :meth:`measure` times it, which it takes the first shape for."""
+        """Milliseconds of a plain decode as :meth:`measure` times it.
+
+        Args:
+            shapes: the first is the plain decode's.
+            short: tokens before its row.
+        """
         works = {"plain": self._target_pass(shapes[0].query_lens, short)}
         return min(self._rounds(works, {})["plain"])
 
     def contexts(self, shapes: Sequence[Shape], num_blocks: int, max_model_len: int) -> Contexts:
-        """At which passes are timed. num_blocks: blocks of the (empty) cache."""
+        """Those at which passes are timed.
+
+        Args:
+            shapes: the verify passes that are timed.
+            num_blocks: blocks of the (empty) cache.
+            max_model_len: most tokens of a sequence.
+        """
         most_rows = max(max(shape.query_lens) for shape in shapes)
         cached = (num_blocks - 1) * self.attention.block_size
         room = min(max_model_len, cached) - most_rows
@@ -239,8 +265,14 @@ def attention_pass(
 ) -> Pass:
     """A pass through the attention that serves requests, over blocks of the empty cache.
 
-    tree: what the one request's rows are, None for chains.
-    model: ``(input_ids, positions) -> hidden states``, called inside the forward context.
+    Args:
+        vllm_config: the engine's.
+        attention: what the pass goes through.
+        query_lens: query rows of each request.
+        context: tokens of each before these rows.
+        tree: what the one request's rows are, None for chains.
+        device: where it runs.
+        model: ``(input_ids, positions) -> hidden states``, called inside the forward context.
     """
     num_tokens = sum(query_lens)
     # Block 0 is vLLM's null block; the cache is empty, so any blocks may be read and written.
