@@ -35,13 +35,16 @@ _keep_to_own_cores()
 
 ENGINE_TESTS = Path(__file__).parent / "engine"
 MOST_WORKERS = 4  # each of them needs up to 5 GB of memory
-# Minutes each: no worker shall begin one of these when the others are done.
+# Half a minute and more each: no worker shall begin one of these when the others are done.
 LONGEST_FILES = (
-    "test_losslessness.py",
     "test_modes.py",
-    "test_engine_process.py",
-    "test_cuda_kernels.py",
+    "test_losslessness.py",
+    "test_long_generation.py",
     "test_tensor_parallel.py",
+    "test_engine_process.py",
+    "test_compiled.py",
+    "test_cuda_kernels.py",
+    "test_train.py",
 )
 
 
@@ -59,7 +62,8 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONGEST_FILES)
+    order = {name: place for place, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
     for item in items:
         if ENGINE_TESTS in item.path.parents:
             item.add_marker(pytest.mark.engine)

@@ -14,8 +14,8 @@ from vllm.sampling_params import SamplingParams
 
 from benchmarks import modes, planner
 from benchmarks.prompts import STORY
+from vllm_tokenswift.demo import engine_child
 from vllm_tokenswift.demo import model as embedded
-from vllm_tokenswift.demo.engine_process import EngineProcess
 from vllm_tokenswift.demo.texts import PENALISED, Batch, TextRequest, WrittenBatch
 from vllm_tokenswift.options import TokenSwiftOptions
 
@@ -127,8 +127,9 @@ def test_a_mode_is_what_an_engine_of_its_own_is(
 ) -> None:
     options = {"heads": embedded.HEADS, **modes.options_of(mode, NODES)}
     own = {**engine, "speculative_config": {"method": "tokenswift", **options}}
-    with EngineProcess(own) as alone:
-        [batch] = alone.write([BATCH])
+    as_in_its_process = {"block_size": None, "kv_cache_memory_bytes": 1 << 27}
+    with inner_engine(**own, **as_in_its_process) as alone:
+        batch = engine_child.write(alone, BATCH, speculates=True)
     assert counted(batch) == counted(written[mode])
 
 

@@ -189,6 +189,7 @@ print(json.dumps([{name: rows[name].tolist() for name in names} for rows in leve
 """
 
 
+@pytest.mark.slow
 def test_drafts_do_not_depend_on_the_number_of_threads():
     said = [
         json.loads(

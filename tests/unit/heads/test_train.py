@@ -196,6 +196,7 @@ def _interrupt_after(saves: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "save_state_whole", save_or_end)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "by"), [("float32", "a signal"), ("bfloat16", "the keyboard")])
 def test_a_killed_and_resumed_training_ends_with_the_weights_of_an_uninterrupted_one(
     tmp_path: Path,

@@ -50,7 +50,7 @@ SHAPES = [
     EVERY_PAIR,
 ]
 # The nodes' texts, by shape.
-BEAM_WIDTH = [
+NODE_PATHS = [
     [[int(tree.tokens[i - 1]) for i in tree.path(node)] for node in range(len(tree) + 1)]
     for tree in SHAPES
 ]
@@ -114,7 +114,7 @@ def test_sequences_drawn_over_trees_have_exactly_the_targets_distribution(kind: 
                 ends = [
                     (*texts[i], *path)[-2:]
                     for i, shape in zip(unfinished, shapes, strict=True)
-                    for path in BEAM_WIDTH[shape]
+                    for path in NODE_PATHS[shape]
                 ]
                 logits = MODEL[tuple(torch.tensor(ends).t())]  # [rows, vocab]
                 groups = [
