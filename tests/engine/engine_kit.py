@@ -17,6 +17,7 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -98,6 +99,24 @@ def generate(
     """Token ids of every request's one completion, in the order of the prompts."""
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+_written_by_plain_vllm: dict[str, list[list[int]]] = {}
+
+
+def plain_texts(
+    model: Path, prompts: list[Any], params: SamplingParams | list[SamplingParams], **arguments: Any
+) -> list[list[int]]:
+    """What plain vLLM writes, asked once where several tests ask for the same texts.
+
+    arguments: of its engine.
+    """
+    each = params if isinstance(params, list) else [params]
+    key = repr((str(model), prompts, list(map(msgspec.structs.asdict, each)), arguments))
+    if key not in _written_by_plain_vllm:
+        with engine(model, **arguments) as llm:
+            _written_by_plain_vllm[key] = generate(llm, prompts, params)
+    return [list(text) for text in _written_by_plain_vllm[key]]
 
 
 def cache_after_last_step(llm: LLM) -> list[Any]:

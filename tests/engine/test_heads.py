@@ -6,6 +6,7 @@ import pytest
 from engine_kit import (
     engine,
     generate,
+    plain_texts,
     prompt_of,
     runner_of,
     tokenswift,
@@ -30,8 +31,7 @@ def heads(request, tiny_model, tmp_path_factory):
 @pytest.mark.parametrize("self_draft", ["off", "always"])
 def test_tokens_are_plain_vllms_whatever_the_heads_say(tiny_model, heads, self_draft):
     prompts = [prompt_of(20, 0), prompt_of(45, 1)]
-    with engine(tiny_model) as llm:
-        plain = generate(llm, prompts, PARAMS)
+    plain = plain_texts(tiny_model, prompts, PARAMS)
     options = {"heads": str(heads), "self_draft": self_draft, "ngram_k": 0, "suffix_max_match": 0}
     with engine(tiny_model, **tokenswift(**options)) as llm:
         assert generate(llm, prompts, PARAMS) == plain

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from engine_kit import count_preemptions, engine, generate, prompt_of, runner_of, tokenswift
+from engine_kit import (
+    count_preemptions,
+    engine,
+    generate,
+    plain_texts,
+    prompt_of,
+    runner_of,
+    tokenswift,
+)
 from vllm import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
@@ -16,8 +24,7 @@ def test_a_request_that_reaches_max_model_len_ends_with_length(tiny_model, optio
     """Several at once, at different distances: nobody's end stops or spoils the others."""
     prompts = [prompt_of(length, seed=length) for length in (40, 90, 120, 10, 125, 126)]
     params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
-    with engine(tiny_model, max_model_len=128) as llm:
-        plain = generate(llm, prompts, params)
+    plain = plain_texts(tiny_model, prompts, params, max_model_len=128)
     with engine(tiny_model, max_model_len=128, **tokenswift(**options)) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert runner_of(llm).stats.num_accepted_tokens > 50
@@ -36,8 +43,7 @@ def test_texts_of_four_thousand_tokens(tiny_model, options):
     params[0].max_tokens, params[1].max_tokens = 396, 300
     # Plain vLLM cannot write seeded text on a CPU where a prompt comes in parts.
     long = {"max_model_len": 4096, "max_num_batched_tokens": 8192}
-    with engine(tiny_model, **long) as llm:
-        plain = generate(llm, prompts, params)
+    plain = plain_texts(tiny_model, prompts, params, **long)
     with engine(tiny_model, **long, **tokenswift(**options)) as llm:
         assert generate(llm, prompts, params) == plain
         assert runner_of(llm).stats.num_accepted_tokens > 50
@@ -48,8 +54,7 @@ def test_prompts_of_one_token_and_around_the_budget(tiny_model, options):
     """A one-token prompt that joins a running batch is padded with placeholder drafts by vLLM."""
     prompts = [prompt_of(length, seed=length) for length in (1, 1, 2, 31, 127, 128, 129, 300)]
     params = [GREEDY, SEEDED, GREEDY, GREEDY, SEEDED, GREEDY, GREEDY, SEEDED]
-    with engine(tiny_model) as llm:
-        plain = generate(llm, prompts, params)
+    plain = plain_texts(tiny_model, prompts, params)
     with engine(tiny_model, max_num_seqs=3, **tokenswift(**options)) as llm:
         assert generate(llm, prompts[::-1], params[::-1]) == plain[::-1]
 
@@ -59,8 +64,7 @@ def test_chunked_prefill_changes_nothing(tiny_model, options):
     """Partial prefills beside trees in one batch; seeded requests among them."""
     prompts = [prompt_of(length, seed=length) for length in (10, 150, 20, 200, 90, 33)]
     params = [GREEDY, SEEDED, GREEDY, GREEDY, SEEDED, SEEDED]
-    with engine(tiny_model) as llm:
-        plain = generate(llm, prompts, params)
+    plain = plain_texts(tiny_model, prompts, params)
     chunks = {"max_num_batched_tokens": 64, "enable_chunked_prefill": True, "max_num_seqs": 4}
     with engine(tiny_model, **chunks, **tokenswift(**options)) as llm:
         assert generate(llm, prompts, params) == plain
@@ -70,13 +74,12 @@ def test_chunked_prefill_changes_nothing(tiny_model, options):
 def test_prefix_cache_hits_find_only_verified_tokens(tiny_model, options):
     """The text that TokenSwift wrote is the next prompt: its cached blocks are read back."""
     prompts = [prompt_of(70, seed=1), prompt_of(100, seed=2)]
-    with engine(tiny_model) as llm:
-        plain = generate(llm, prompts, GREEDY)
-        longer = [
-            {"prompt_token_ids": p["prompt_token_ids"] + written}
-            for p, written in zip(prompts, plain, strict=True)
-        ]
-        plain_again = generate(llm, longer, GREEDY)
+    plain = plain_texts(tiny_model, prompts, GREEDY)
+    longer = [
+        {"prompt_token_ids": p["prompt_token_ids"] + written}
+        for p, written in zip(prompts, plain, strict=True)
+    ]
+    plain_again = plain_texts(tiny_model, longer, GREEDY)
     with engine(tiny_model, enable_prefix_caching=True, **tokenswift(**options)) as llm:
         assert generate(llm, prompts, GREEDY) == plain
         outputs = llm.generate(longer, GREEDY, use_tqdm=False)
@@ -91,8 +94,7 @@ def test_preempted_requests_go_on_where_they_were(tiny_model, options):
     params = [p.clone() for p in (GREEDY, SEEDED, GREEDY, SEEDED)]
     for p in params:
         p.max_tokens = 180
-    with engine(tiny_model) as llm:
-        plain = generate(llm, prompts, params)
+    plain = plain_texts(tiny_model, prompts, params)
     with engine(
         tiny_model, num_gpu_blocks_override=15, max_model_len=256, **tokenswift(**options)
     ) as llm:

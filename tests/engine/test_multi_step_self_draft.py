@@ -13,6 +13,7 @@ from engine_kit import (
     count_preemptions,
     engine,
     generate,
+    plain_texts,
     prompt_of,
     runner_of,
     tokenswift,
@@ -64,8 +65,7 @@ def test_a_batch_with_several_passes_writes_plain_vllms_text(tiny_model):
     """Over block boundaries, greedy and sampled, requests that go on beside some that stop."""
     prompts = [prompt_of(length, seed=length) for length in (300, 95, 30, 161, 400)]
     params = [GREEDY, SEEDED, SEEDED, GREEDY, SEEDED]
-    with engine(tiny_model) as llm:
-        plain = generate(llm, prompts, params)
+    plain = plain_texts(tiny_model, prompts, params)
     with cheap_passes(tiny_model, options={"self_draft": "always"}) as (llm, steps):
         assert generate(llm, prompts, params) == plain
         runner = runner_of(llm)
@@ -85,8 +85,7 @@ def test_passes_wanted_by_the_planner_alone_are_several_where_they_pay(tiny_mode
     """One long greedy text: what further passes say comes, over a cache that is partial."""
     prompt = prompt_of(700, seed=0)
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-    with engine(tiny_model) as llm:
-        [plain] = generate(llm, [prompt], params)
+    [plain] = plain_texts(tiny_model, [prompt], params)
     options = {"self_draft": "auto", "budget_tokens": 8 * BLOCK}
     with cheap_passes(tiny_model, options=options) as (llm, steps):
         assert generate(llm, [prompt], params) == [plain]
@@ -104,8 +103,7 @@ def test_passes_end_where_a_request_ends_and_at_max_model_len(tiny_model):
     prompts = [prompt_of(length, seed=length) for length in (40, 90, 120, 123, 124, 125, 126)]
     params = [SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)] * 7
     params[0] = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
-    with engine(tiny_model, max_model_len=128) as llm:
-        plain = generate(llm, prompts, params)
+    plain = plain_texts(tiny_model, prompts, params, max_model_len=128)
     options = {"self_draft": "always"}
     with cheap_passes(tiny_model, options=options, max_model_len=128) as (llm, steps):
         assert generate(llm, prompts, params) == plain
@@ -120,8 +118,7 @@ def test_preempted_requests_with_several_passes_go_on_where_they_were(tiny_model
     params = [p.clone() for p in (GREEDY, SEEDED, GREEDY, SEEDED)]
     for p in params:
         p.max_tokens = 180
-    with engine(tiny_model) as llm:
-        plain = generate(llm, prompts, params)
+    plain = plain_texts(tiny_model, prompts, params)
     memory = {"num_gpu_blocks_override": 15, "max_model_len": 256}
     with cheap_passes(tiny_model, options={"self_draft": "always"}, **memory) as (llm, _):
         preemptions = count_preemptions(llm)
@@ -176,8 +173,7 @@ def heads(request, tiny_model, sequential_heads, tmp_path_factory):
 def test_heads_go_on_below_the_last_pass_of_each_request(tiny_model, heads):
     prompts = [prompt_of(length, seed=length) for length in (300, 95, 30)]
     params = [GREEDY, SEEDED, SEEDED]
-    with engine(tiny_model) as llm:
-        plain = generate(llm, prompts, params)
+    plain = plain_texts(tiny_model, prompts, params)
     options = {"self_draft": "always", "heads": str(heads)}
     with cheap_passes(tiny_model, options=options) as (llm, _):
         drafts = runner_of(llm).tree_drafter.head_drafter
@@ -213,8 +209,7 @@ def test_blocks_that_lost_too_much_to_their_age_are_selected_early(tiny_model, m
     selecting_is_free = replace(CHEAP_PASSES, draft_points=((0, 30.0),))
     prompt = prompt_of(600, seed=1)
     params = SamplingParams(temperature=0.5, seed=3, max_tokens=300, ignore_eos=True)
-    with engine(tiny_model) as llm:
-        plain = generate(llm, [prompt], params)
+    plain = plain_texts(tiny_model, [prompt], params)
     options = {"self_draft": "always", "budget_tokens": 8 * BLOCK}
     with cheap_passes(tiny_model, selecting_is_free, options) as (llm, _):
         runner = runner_of(llm)

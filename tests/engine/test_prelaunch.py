@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import engine_kit
 import pytest
 from engine_kit import engine, generate, prompt_of, runner_of, tokenswift
 from vllm import SamplingParams
@@ -75,8 +76,9 @@ def undrafted(params: SamplingParams, allowed: bool) -> SamplingParams:
 
 
 def plain_texts(model, prompts, params, **arguments):
-    with engine(model, logits_processors=[WINDOWED_PENALTY], **arguments) as llm:
-        return generate(llm, prompts, params)
+    return engine_kit.plain_texts(
+        model, prompts, params, logits_processors=[WINDOWED_PENALTY], **arguments
+    )
 
 
 def test_texts_are_plain_vllm_s_while_requests_come_and_go(tiny_model, runs_ahead):
@@ -102,7 +104,7 @@ def test_texts_are_plain_vllm_s_when_requests_arrive_unforeseen(tiny_model, runs
 
 
 def test_draft_passes_and_heads_may_come_between(tiny_model, sequential_heads, runs_ahead):
-    plain = plain_texts(tiny_model, PROMPTS[:5], PARAMS[:5])
+    plain = plain_texts(tiny_model, PROMPTS, PARAMS)[:5]
     options = {"budget_tokens": 64, "refresh_tokens": 8, "heads": str(sequential_heads)}
     with engine(tiny_model, **tokenswift(self_draft="always", **options)) as llm:
         assert generate(llm, PROMPTS[:5], PARAMS[:5]) == plain
@@ -123,7 +125,7 @@ def test_a_text_that_stops_by_itself_leaves_nothing_behind(tiny_model, runs_ahea
 
 
 def test_a_request_that_is_aborted_leaves_the_others_as_they_are(tiny_model, runs_ahead):
-    plain = plain_texts(tiny_model, PROMPTS[:3], PARAMS[:3])
+    plain = plain_texts(tiny_model, PROMPTS, PARAMS)[:3]
     with engine(tiny_model, **tokenswift()) as llm:
         assert steps(llm, {0: 0, 1: 1, 2: 2}, aborts={9: 1}) == [plain[0], plain[2]]
         assert runner_of(llm).stats.num_passes_dropped > 0
