@@ -2,7 +2,7 @@
 
     python -m benchmarks.change [--tokens 3000] [--cost cpu] [--limit 16]
 
-Replays (draft/replay.py), under a cost model: no engine, the same on every machine. The plan
+Replays (explain/replay.py), under a cost model: no engine, the same on every machine. The plan
 has followed once the tokens after the change come at 0.9 of the speed at which the rest of the
 text comes, over ``WINDOW_TOKENS``. Speed is said in two ways: tokens per iteration, and tokens
 per modelled millisecond, which is what a planner that keeps drafting in vain loses. "fixed"
@@ -21,7 +21,7 @@ from benchmarks import record
 from benchmarks.replay import COSTS, texts
 from vllm_tokenswift.draft.planner.planner import PlanMode, Planner
 from vllm_tokenswift.draft.proposals.head_proposals import HeadProposals
-from vllm_tokenswift.draft.replay import replay
+from vllm_tokenswift.explain.replay import replay
 from vllm_tokenswift.tree import DraftTree
 
 WINDOW_TOKENS = 50

@@ -35,8 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_tokenswift.draft.draft_state import DraftState
-from vllm_tokenswift.draft.exponential_noise import MURMUR
-from vllm_tokenswift.draft.gumbel_noise import GumbelNoise
+from vllm_tokenswift.draft.gumbel_noise import MURMUR, GumbelNoise
 from vllm_tokenswift.draft.planner.cost_model import CostModel
 from vllm_tokenswift.draft.planner.planner import PlannedRequest, Planner
 from vllm_tokenswift.draft.proposals.head_proposals import NO_ROW, HeadProposals
@@ -114,19 +113,19 @@ class Iterations:
     def __init__(self, history: list[int], nodes: int, sampled: bool) -> None:
         self.nodes = nodes
         self.state = DraftState(sampled=sampled)
-        self.state.extend(history)
+        self.state.append_tokens(history)
         self.planner = Planner(COST)
         self.tree = EMPTY_TREE
 
     def plan(self, tokens: list[int]) -> None:
-        self.state.extend(tokens)
+        self.state.append_tokens(tokens)
         self.planner.plan([PlannedRequest(self.state, None, self.state.num_tokens, self.nodes)])
 
     def plan_with_heads(self, tokens: list[int], heads: HeadProposals, heard: VerifyTopK) -> None:
-        self.state.extend(tokens, heard)
+        self.state.append_tokens(tokens, heard)
         position = self.state.num_tokens
         request = PlannedRequest(self.state, None, position, self.nodes, noise=noise_at(position))
-        self.planner.wants_free_heads([request])
+        self.planner.wants_free_heads(self.planner.plan_step([request]))
         [self.tree] = self.planner.plan([replace(request, heads=heads)])
 
 
@@ -136,8 +135,8 @@ def measure(
     """Median microseconds per iteration at the end of ``text``."""
     history = len(text) - iterations * emitted
     table, suffix = NgramTable(), SuffixIndex()
-    for part in (table, suffix):
-        part.extend(np.array(text[:history], np.int32))
+    for index in (table, suffix):
+        index.append_tokens(np.array(text[:history], np.int32))
     plain, with_heads = (Iterations(text[:history], nodes, sampled) for sampled in (False, True))
     times: dict[str, list[float]] = {"extend": [], "lookup": [], "plan": [], "heads": []}
 
@@ -149,8 +148,8 @@ def measure(
 
     def extend(tokens: list[int]) -> None:
         new = np.array(tokens, np.int32)
-        table.extend(new)
-        suffix.extend(new)
+        table.append_tokens(new)
+        suffix.append_tokens(new)
 
     def look_up(token: int) -> None:
         for match in suffix.match(3):

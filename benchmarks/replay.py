@@ -19,7 +19,7 @@ from pathlib import Path
 
 from vllm_tokenswift.draft.planner.cost_model import CostModel
 from vllm_tokenswift.draft.planner.planner import PlanMode, Planner
-from vllm_tokenswift.draft.replay import noisy_heads, replay
+from vllm_tokenswift.explain.replay import noisy_heads, replay
 from vllm_tokenswift.explain.replayed import ReplayRecorder
 from vllm_tokenswift.explain.stretches import regret_report, stretches, total
 

@@ -21,10 +21,10 @@ class StepsOfAWorker:
     model_runner: Any
 
     def watch_steps(self) -> None:
-        """Notes every step from now on."""
+        """Notes every step from now on, of plan "auto"."""
         runner = self.model_runner
         next_step, planner = runner.next_step, runner.tree_drafter.planner
-        begin, draft, plan = next_step.begin, next_step.draft, planner.plan
+        begin, draft, trees = next_step.begin, next_step.draft, planner.trees
         self._steps: list[Step] = []
 
         def begin_noted(groups: Any, accepted: Any, hidden_states: Any) -> None:
@@ -46,16 +46,15 @@ class StepsOfAWorker:
             )
             begin(groups, accepted, hidden_states)
 
-        def plan_noted(requests: Any, num_other_tokens: int = 0) -> Any:
-            planned = planner.plan_once(requests, num_other_tokens)
+        def trees_noted(plan: Any) -> Any:
             self._steps[-1].update(
-                what="drafted" if any(planned.counts) else "found nothing",
-                planned_ms=planned.step_ms,
-                nodes=sum(planned.counts),
-                widest=max(planned.counts),
-                asked=sum(request.heads is not None for request in requests),
+                what="drafted" if any(plan.counts) else "found nothing",
+                planned_ms=plan.step_ms,
+                nodes=sum(plan.counts),
+                widest=max(plan.counts),
+                asked=sum(request.heads is not None for request in plan.requests),
             )
-            return plan(requests, num_other_tokens)
+            return trees(plan)
 
         def draft_noted() -> Any:
             drafted = draft()
@@ -64,7 +63,7 @@ class StepsOfAWorker:
                 step["host_ms"] = 1e3 * (time.perf_counter() - step["began"])
             return drafted
 
-        next_step.begin, next_step.draft, planner.plan = begin_noted, draft_noted, plan_noted
+        next_step.begin, next_step.draft, planner.trees = begin_noted, draft_noted, trees_noted
 
     def steps_seen(self) -> list[Step]:
         """Those since the last call that are over."""

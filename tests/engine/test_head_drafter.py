@@ -23,10 +23,10 @@ def penalised(max_tokens: int) -> SamplingParams:
 
 
 def always_asked(llm):
-    """Free heads in every step: the planner would rarely find these worth it, and soon rest."""
+    """Free heads in every step: the planner would rarely find these worth it, and soon skip."""
     drafter = runner_of(llm).tree_drafter
-    drafter.planner.rest = lambda _: False
-    drafter.planner.wants_free_heads = lambda requests, _: [True] * len(requests)
+    drafter.planner.skip_step = lambda _: False
+    drafter.planner.wants_free_heads = lambda plan: [True] * len(plan.requests)
     return drafter.head_drafter
 
 
@@ -95,11 +95,11 @@ def test_heads_begin_for_all_that_may_where_most_asked(tiny_model, sequential_he
         drafts = always_asked(llm)
         launch_free, launch = drafts.launch_free, drafts._descent.launch
 
-        def asked_by_half(requests, _):
+        def asked_by_half(plan):
             """Others in every step; all of them as if they had been asked in the last."""
-            for request in requests:
-                request.state.free_heads.asked_last = True
-            return [request.state.num_tokens % 2 == 0 for request in requests]
+            for request in plan.requests:
+                request.state.free_heads_benefit.asked_last = True
+            return [request.state.num_tokens % 2 == 0 for request in plan.requests]
 
         def beginning(requests, start):
             began.append({request.req_id for request in requests})

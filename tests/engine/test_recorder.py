@@ -9,9 +9,10 @@ import pytest
 from engine_kit import engine, generate, prompt_of, runner_of, tokenswift
 from vllm import SamplingParams
 
-from vllm_tokenswift.draft.draft_state import DraftState
 from vllm_tokenswift.draft.planner.cost_model import CostModel
 from vllm_tokenswift.draft.planner.planner import Planner
+from vllm_tokenswift.draft.proposals.head_proposals import HeadProposals
+from vllm_tokenswift.engine.draft_request import NO_DRAFTS, Drafts
 from vllm_tokenswift.engine.recorder import Recorder, file_stem
 from vllm_tokenswift.explain.record import Record, read_record
 from vllm_tokenswift.explain.stretches import stretches, total
@@ -70,20 +71,15 @@ def written(folder: Path) -> list[Record]:
 
 
 def test_a_tree_counts_with_what_was_decided_and_spent_for_it(tmp_path: Path) -> None:
-    from vllm_tokenswift.draft.proposals.head_proposals import HeadProposals
-
     recording, planner = recorder(tmp_path)
-    state = DraftState()
     recording.start("a", [5, 6], sampled=False)
     recording.iteration("a", EMPTY_TREE, [], [7], 1)
     said = HeadProposals([[8], [4]], [[0.5], [0.5]], free=False, own_depths=2)
-    state.draft(said, 4)
     planner.decisions["self_draft_probe"] += 1
     tree = DraftTree.build([8, 9], [0, 0], [Source.SELF, Source.NGRAM])
-    recording.drafted({"a": state}, [tree])
+    recording.drafted({"a": Drafts(tree, said)})
     recording.iteration("a", tree, [1], [8, 4], 3)
-    state.draft(None, 4)
-    recording.drafted({"a": state}, [EMPTY_TREE])
+    recording.drafted({"a": NO_DRAFTS})
     recording.iteration("a", EMPTY_TREE, [], [3], 1)
     recording.iteration("a", EMPTY_TREE, [], [2], 1)
     recording.finish("a")

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from math import exp
 
 import numpy as np
-import numpy.typing as npt
 
+from vllm_tokenswift.common.arrays import Floats
 from vllm_tokenswift.common.compiled import entry, inner
 from vllm_tokenswift.tree import Source
 
@@ -60,9 +60,6 @@ _FIRST_HEAD_SOURCE = int(min(_HEAD_TRUST))
 # those chances say, half to all came true at depth 1 after 10,000 tokens of two sampled texts, and
 # all after 60,000.
 _CONTEXT_TRUST = 0.8
-
-
-Floats = npt.NDArray[np.float64]
 
 # Columns of the cells: the estimated chance that a candidate of that cell is accepted, its
 # parent being so; and how many observations it rests on.
@@ -177,9 +174,9 @@ def head_rate(cells: Floats, source: int, probability: float, depth: int) -> flo
 
 
 @inner
-def observe(cells: Floats, cell: int, accepted: bool) -> None:
+def observe_candidate(cells: Floats, cell: int, is_accepted: bool) -> None:
     """Learn from one candidate whose parent was accepted."""
     weight = min(cells[cell, _WEIGHT] + 1.0, _MEMORY)
     cells[cell, _WEIGHT] = weight
     rate = cells[cell, RATE]
-    cells[cell, RATE] = rate + ((1.0 if accepted else 0.0) - rate) / weight
+    cells[cell, RATE] = rate + ((1.0 if is_accepted else 0.0) - rate) / weight

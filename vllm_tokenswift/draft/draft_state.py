@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from vllm_tokenswift.common.arrays import Ints
 from vllm_tokenswift.draft.acceptance import new_cells
-from vllm_tokenswift.draft.exponential_noise import NO_NOISE, Keys
-from vllm_tokenswift.draft.gumbel_noise import NO_KEYS, GumbelNoise
+from vllm_tokenswift.draft.gumbel_noise import NO_NOISE, UNSEEN_NOISE, GumbelNoise, NoiseArrays
 from vllm_tokenswift.draft.planner.back_off import BackOff
 from vllm_tokenswift.draft.planner.self_draft_acceptance import SelfDraftAcceptance
 from vllm_tokenswift.draft.planner.source_benefit import (
@@ -18,25 +18,25 @@ from vllm_tokenswift.draft.planner.source_benefit import (
     SELF_DRAFT_PRIOR,
     SourceBenefit,
 )
-from vllm_tokenswift.draft.proposals import table as offers
-from vllm_tokenswift.draft.proposals.commit import commit
-from vllm_tokenswift.draft.proposals.context_statistics import (
-    NO_CONTEXTS,
-    ContextArrays,
-    ContextTable,
-    Ints,
-)
+from vllm_tokenswift.draft.proposals.context_statistics import ContextTable
+from vllm_tokenswift.draft.proposals.contexts import LEAST_OPENED, propose_text_and_contexts
 from vllm_tokenswift.draft.proposals.head_proposals import HeadProposals
+from vllm_tokenswift.draft.proposals.heads import propose_heads
+from vllm_tokenswift.draft.proposals.learned import learn_tokens
 from vllm_tokenswift.draft.proposals.ngram_table import NgramTable
 from vllm_tokenswift.draft.proposals.suffix_index import SuffixIndex
+from vllm_tokenswift.draft.proposals.table import CandidateTable, most_candidates
+from vllm_tokenswift.draft.proposals.text import propose_text
 from vllm_tokenswift.draft.top_tokens import VerifyTopK
-from vllm_tokenswift.draft.tree_builder import TAKEN_COLUMNS, num_followed, take_best_first, tree_of
-from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
+from vllm_tokenswift.draft.tree_builder import (
+    NOTHING_DRAFTED,
+    DraftedNodes,
+    drafted_nodes,
+    num_followed,
+)
 
 # Share of the newest in the average number of passes of the heads.
 _PASSES_FORGOTTEN = 0.1
-# Tokens by depth of the paper's fixed tree.
-_PAPER_WIDTHS = np.array([1, 3, 3, 3], np.int32)
 
 
 class DraftState:
@@ -45,110 +45,107 @@ class DraftState:
     The last token committed is the *bonus token*: sampled, not yet verified, node 0 of the
     next tree.
 
-    n, k: see :class:`NgramTable`. max_match: see :class:`SuffixIndex`; 0 switches suffix
-    matching off. sampled: see :func:`new_cells`.
+    Args:
+        n: tokens of an n-gram (:class:`NgramTable`).
+        k: n-grams of each first token that are proposed, 0 for none.
+        max_match: tokens that are matched exactly (:class:`SuffixIndex`), 0 for no matching.
+        sampled: the request's tokens are drawn, not its likeliest ones.
+        sees_noise: drafts may look at the noise of the coming samples.
 
-    ``last_heads``: what heads were among the candidates last asked for, which are those
-    that the current drafts were taken from. ``head_passes``: passes that free heads took
-    lately, on average. ``taken``, ``probabilities``: the nodes taken last
-    (:func:`take_best_first`).
+    Attributes:
+        ngrams: n-gram table of the text; what it does not hold yet, :meth:`index_text` enters.
+        suffix: its suffix index, likewise.
+        contexts: its statistics, likewise; None where nothing would be proposed from them.
+        cells: learned acceptance (:func:`new_cells`).
+        num_tokens: of the text.
+        self_draft_benefit, free_heads_benefit: what sources that cost time brought.
+        self_draft_acceptance: how often what self-draft passes say comes.
+        back_off: whether draft attempts pay.
+        head_passes: passes that free heads took lately, on average.
     """
 
-    def __init__(self, n: int = 4, k: int = 20, max_match: int = 16, sampled: bool = False) -> None:
-        self.table = NgramTable(n, k)
-        self.suffix = SuffixIndex(max(max_match, 1))
+    def __init__(
+        self,
+        n: int = 4,
+        k: int = 20,
+        max_match: int = 16,
+        sampled: bool = False,
+        sees_noise: bool = True,
+    ) -> None:
+        self.ngrams = NgramTable(n, k)
+        self.suffix = SuffixIndex(max_match) if max_match else SuffixIndex.off()
         # Without noise to choose among followers these find little that the others do not.
-        self.contexts = ContextTable() if sampled and k > 0 else None
+        self.contexts = ContextTable() if sampled and sees_noise and k > 0 else None
         self.cells = new_cells(sampled)
-        self.self_draft = SourceBenefit(SELF_DRAFT_PRIOR)
-        self.own_tokens = SelfDraftAcceptance()
-        self.free_heads = SourceBenefit(FREE_HEADS_PRIOR, FREE_HEADS_PRIOR_WEIGHT)
-        self.rest = BackOff()
+        self.self_draft_benefit = SourceBenefit(SELF_DRAFT_PRIOR)
+        self.self_draft_acceptance = SelfDraftAcceptance()
+        self.free_heads_benefit = SourceBenefit(FREE_HEADS_PRIOR, FREE_HEADS_PRIOR_WEIGHT)
+        self.back_off = BackOff()
         self.head_passes = 1.0
-        self.last_heads: HeadProposals | None = None
         self.num_tokens = 0
-        self._unindexed = array("i")  # the newest tokens of the text, not in the indexes yet
-        # What was heard with some of them: the first, how many, and that.
-        self._heard: list[tuple[int, int, VerifyTopK]] = []
-        self._max_match = max_match
         self._last_token = -1
-        self._steps = np.empty((0, offers.STEP_COLUMNS), np.int32)
-        self._rates = np.empty(0)
-        self._roots = np.empty((offers.MOST_ROOTS, 2), np.int32)
-        self._num_roots = 0
-        self._text_offers: tuple[int, int] | None = None  # their steps and roots
-        self._text_depth = 0
-        self.taken = np.empty((0, TAKEN_COLUMNS), np.int32)
-        self.probabilities = np.empty(0)
+        self._unindexed = array("i")  # the newest tokens of the text, not in the indexes yet
+        # The top-k known of some of them: the first such token, how many, and their top-k.
+        self._verified: list[tuple[int, int, VerifyTopK]] = []
+        self._table = CandidateTable()
+        # What the text's proposals in the table were made with, None where there are none.
+        self._text_key: tuple[float | bytes, ...] | None = None
+        self._has_heads = False
+        self._room_for = (0, 0)  # the deepest paths and the most tokens of heads
 
-    def extend(self, tokens: Sequence[int], heard: VerifyTopK | None = None) -> None:
-        """Append committed tokens (the prompt, or what one step emitted, bonus token included).
+    def append_tokens(self, tokens: Sequence[int], verified: VerifyTopK | None = None) -> None:
+        """Takes in committed tokens: the prompt, or what a step emitted, bonus token included.
 
-        heard: what the step's verify pass said, where that was asked.
-
-        What was offered since the last call is compared with them, and learned from. Where
+        What was proposed since the last call is compared with them, and learned from. Where
         nothing was, the indexes take them in when something is.
+
+        Args:
+            tokens: that follow the text so far.
+            verified: what the step's verify pass found likeliest, where that was asked.
         """
         if not tokens:
             return
-        further = self.own_tokens.observe(tokens)
-        if heard is not None:
-            self._heard.append((len(self._unindexed), len(tokens), heard))
+        num_further = self.self_draft_acceptance.observe_tokens(tokens)
+        if verified is not None:
+            self._verified.append((len(self._unindexed), len(tokens), verified))
         self._unindexed.extend(tokens)
-        if self._text_offers is not None:
-            self.self_draft.observe(len(tokens) - further)
-            heads = self.free_heads
-            without = None
+        if self._text_key is not None:  # something was proposed
+            self.self_draft_benefit.observe_emitted(len(tokens) - num_further)
+            heads, num_without = self.free_heads_benefit, None
             if heads.asked_last:
-                without = 1 + num_followed(heads.planned, np.array(tokens, np.int32))
-            heads.observe(len(tokens), without)
-            self.rest.observe(len(tokens))
-            self._index_newest()
+                num_without = 1 + num_followed(heads.nodes_without, np.array(tokens, np.int32))
+            heads.observe_emitted(len(tokens), num_without)
+            self.back_off.observe_emitted(len(tokens))
+            self.index_text()
         self.num_tokens += len(tokens)
         self._last_token = tokens[-1]
 
-    def _index_newest(self) -> None:
-        """The indexes take in the tokens that are not in them, which what was offered before
+    def index_text(self) -> None:
+        """The indexes take in the tokens that are not in them, which what was proposed before
         them learns from."""
         if not self._unindexed:
             return
-        suffix, table = self.suffix, self.table
-        new = np.array(self._unindexed, np.int32)
-        del self._unindexed[:]
-        indexed, counted = commit(
-            self.cells,
-            self._steps,
-            self._roots,
-            self._num_roots,
-            suffix.text,
-            suffix.edges,
-            suffix.counts,
-            self._max_match,
-            table.slots,
-            table.ngrams,
-            table.firsts,
-            table.window,
-            table.counts,
-            table.k,
-            new,
+        new = np.frombuffer(self._unindexed, np.int32)
+        self._unindexed = array("i")
+        num_indexed, num_counted = learn_tokens(
+            self.cells, self._table.arrays, self.suffix.arrays, self.ngrams.arrays, new
         )
-        if indexed < len(new):
-            suffix.extend(new[indexed:])
-        if counted < len(new):
-            table.extend(new[counted:])
+        if num_indexed < len(new):
+            self.suffix.append_tokens(new[num_indexed:])
+        if num_counted < len(new):
+            self.ngrams.append_tokens(new[num_counted:])
         if self.contexts is not None:
             self._count_contexts(self.contexts, new)
-        self._num_roots = 0
-        self._text_offers = None
+        self._text_key = None
 
     def _count_contexts(self, contexts: ContextTable, new: Ints) -> None:
-        done = 0
-        for first, number, heard in self._heard:
-            contexts.extend(new[done:first])
-            done = first + number
-            contexts.hear(new[first:done], heard)
-        del self._heard[:]
-        contexts.extend(new[done:])
+        num_done = 0
+        for first, number, verified in self._verified:
+            contexts.append_tokens(new[num_done:first])
+            num_done = first + number
+            contexts.append_verified(new[first:num_done], verified)
+        del self._verified[:]
+        contexts.append_tokens(new[num_done:])
 
     def draft(
         self,
@@ -157,177 +154,106 @@ class DraftState:
         min_probability: float = 0.0,
         chain_only: bool = False,
         noise: GumbelNoise | None = None,
-    ) -> int:
-        """Takes the ``limit`` likeliest nodes of what all sources offer; returns their number.
+    ) -> DraftedNodes:
+        """The likeliest nodes of what all sources propose to follow the bonus token.
 
-        See :func:`take_best_first`; noise: the noise that will decide the samples.
+        Args:
+            heads: what a draft pass or heads propose.
+            limit: the most nodes.
+            min_probability: paths at or below it are not taken.
+            chain_only: take only the likeliest child of a node.
+            noise: that will decide the samples, None where there is none to see.
         """
-        kind, keys = NO_NOISE, NO_KEYS
-        if noise is not None:
-            kind, keys = noise.kind, noise.keys(limit)
-        if not self._offer(heads, limit, kind, keys, min_probability):
-            return 0
-        if len(self.taken) < limit:
-            self.taken = np.empty((limit, TAKEN_COLUMNS), np.int32)
-            self.probabilities = np.empty(limit)
-        return take_best_first(
-            self._steps,
-            self._rates,
-            self._roots,
-            self._num_roots,
-            limit,
-            min_probability,
-            chain_only,
-            heads is not None and heads.sees_noise,
-            kind,
-            keys,
-            self.taken,
-            self.probabilities,
+        noise_arrays = UNSEEN_NOISE if noise is None else noise.arrays(limit)
+        if not self._propose(heads, limit, noise_arrays, min_probability):
+            return NOTHING_DRAFTED
+        sees_noise = heads is not None and heads.sees_noise
+        return drafted_nodes(
+            self._table.arrays, limit, min_probability, chain_only, sees_noise, noise_arrays
         )
 
-    def tree(self, count: int) -> DraftTree:
-        """The first ``count`` nodes taken last."""
-        return tree_of(self.taken, self.probabilities, count) if count else EMPTY_TREE
+    def longest_proposal(self, coming: Sequence[int]) -> int:
+        """How many tokens the text proposes, from the first without a gap.
 
-    def longest_offer(self, coming: Sequence[int]) -> int:
-        """How many of the ``coming`` tokens the text offers, from the first without a gap."""
-        if not self._offer(None, len(coming), NO_NOISE, NO_KEYS):
+        Args:
+            coming: the tokens that will follow the text.
+        """
+        if not self._propose(None, len(coming), UNSEEN_NOISE):
             return 0
-        return offers.longest_path(
-            self._steps, self._roots, self._num_roots, np.array(coming, np.int32)
-        )
+        return self._table.longest_path(np.array(coming, np.int32))
 
-    def _offer(
+    def _propose(
         self,
         heads: HeadProposals | None,
         max_depth: int,
-        noise_kind: int,
-        keys: Keys,
+        noise_arrays: NoiseArrays,
         least_chance: float = 0.0,
     ) -> bool:
-        """Makes every source's offers to follow the bonus token, at most ``max_depth`` deep.
+        """Makes every source's proposals to follow the bonus token; False where there are none.
 
         least_chance: of paths that are worth looking below.
-
-        False where there are none.
         """
-        self.last_heads = heads
         if heads is not None and heads.free:
             self.head_passes += (heads.num_passes - self.head_passes) * _PASSES_FORGOTTEN
         if self.num_tokens == 0 or max_depth <= 0:
             return False
-        self._index_newest()
-        suffix, table = self.suffix, self.table
-        if self._text_offers is None or self._text_depth != max_depth:
-            self._make_room(offers.most_steps(max_depth, table.n, table.k, 0))
-            self._text_offers = offers.offer_text(
-                suffix.text,
-                suffix.edges,
-                self._num_indexed,
-                self._max_match,
-                table.ngrams,
-                table.firsts,
-                table.k,
-                self.cells,
-                self._steps,
-                self._rates,
-                self._roots,
-                self._last_token,
-                max_depth,
-                *self._context_arrays,
-                least_chance,
-                noise_kind,
-                keys,
-            )
-            self._text_depth = max_depth
-        num_steps, self._num_roots = self._text_offers
+        self.index_text()
+        self._propose_text(max_depth, noise_arrays, least_chance)
         if heads is not None:
-            tokens, probabilities, below = heads.arrays
-            self._make_room(offers.most_steps(max_depth, table.n, table.k, tokens.size))
-            self._num_roots = offers.offer_heads(
-                suffix.text,
-                suffix.edges,
-                self._num_indexed,
-                self._max_match,
-                table.ngrams,
-                table.firsts,
-                table.k,
+            self._make_room(max_depth, heads.num_tokens)
+            propose_heads(
                 self.cells,
-                self._steps,
-                self._rates,
-                self._roots,
-                num_steps,
-                self._num_roots,
-                tokens,
-                probabilities,
-                below,
-                0 if heads.free else heads.own_depths,
-                heads.sees_noise,
+                self._table.arrays,
+                heads.arrays,
+                self.suffix.arrays,
+                self.ngrams.arrays,
+                noise_arrays,
                 max_depth,
-                noise_kind,
-                keys,
             )
+            self._has_heads = True
+        elif self._has_heads:
+            self._table.drop_heads()
+            self._has_heads = False
         return True
 
-    @property
-    def _context_arrays(self) -> ContextArrays:
-        contexts = self.contexts
-        return NO_CONTEXTS if contexts is None else contexts.arrays
+    def _propose_text(self, max_depth: int, noise_arrays: NoiseArrays, least_chance: float) -> None:
+        """What the text proposes, unless that stands in the table from before."""
+        kind, keys = noise_arrays
+        key: tuple[float | bytes, ...] = (max_depth,)
+        with_contexts = self.contexts is not None and kind != NO_NOISE
+        if with_contexts:
+            least_chance = max(least_chance, LEAST_OPENED)
+            key = max_depth, least_chance, kind, keys.tobytes()
+        if key == self._text_key:
+            return
+        self._text_key, self._has_heads = key, False
+        self._make_room(max_depth)
+        if self.contexts is not None and with_contexts:
+            propose_text_and_contexts(
+                self.cells,
+                self._table.arrays,
+                self.suffix.arrays,
+                self.ngrams.arrays,
+                self.contexts.arrays,
+                noise_arrays,
+                self._last_token,
+                max_depth,
+                least_chance,
+            )
+        else:
+            propose_text(
+                self.cells,
+                self._table.arrays,
+                self.suffix.arrays,
+                self.ngrams.arrays,
+                self._last_token,
+                max_depth,
+            )
 
-    @property
-    def _num_indexed(self) -> int:
-        """Tokens of the text in the suffix index."""
-        return self.num_tokens if self._max_match else 0
-
-    def _make_room(self, num_steps: int) -> None:
-        """For that many steps in all; those there are stay."""
-        missing = num_steps - len(self._steps)
-        if missing > 0:
-            more = np.empty((missing, offers.STEP_COLUMNS), np.int32)
-            self._steps = np.concatenate((self._steps, more))
-            self._rates = np.concatenate((self._rates, np.empty(missing)))
-
-    def paper_tree(self, heads: HeadProposals, budget: int, chain_only: bool = False) -> DraftTree:
-        """The paper's setting: a fixed Cartesian tree and the ``k`` n-grams after ``argmax p_0``.
-
-        Probabilities are the heads' and the n-grams' shares at face value; where the budget is
-        smaller than the tree (the paper's has up to 101 nodes), they say what is kept.
-        """
-        self._index_newest()
-        table = self.table
-        tokens, probabilities, below = heads.arrays
-        num_steps = offers.most_steps(0, table.n, table.k, tokens.size)
-        steps = np.empty((num_steps, offers.STEP_COLUMNS), np.int32)
-        rates = np.empty(num_steps)
-        roots = np.empty((offers.MOST_ROOTS, 2), np.int32)
-        num_roots = offers.offer_paper(
-            table.ngrams,
-            table.firsts,
-            table.k,
-            self.cells,
-            steps,
-            rates,
-            roots,
-            tokens,
-            probabilities,
-            below,
-            _PAPER_WIDTHS,
-            NO_KEYS,
-        )
-        taken = np.empty((budget, TAKEN_COLUMNS), np.int32)
-        paths = np.empty(budget)
-        count = take_best_first(
-            steps,
-            rates,
-            roots,
-            num_roots,
-            budget,
-            0.0,
-            chain_only,
-            False,
-            NO_NOISE,
-            NO_KEYS,
-            taken,
-            paths,
-        )
-        return tree_of(taken, paths, count)
+    def _make_room(self, max_depth: int, num_head_tokens: int = 0) -> None:
+        if max_depth <= self._room_for[0] and num_head_tokens <= self._room_for[1]:
+            return
+        ngrams = self.ngrams
+        most = most_candidates(max_depth, ngrams.n, ngrams.k, num_head_tokens)
+        self._table.make_room(most)
+        self._room_for = max_depth, num_head_tokens

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
+from vllm_tokenswift.common.arrays import Ints
 from vllm_tokenswift.tree import DraftTree
 
-TopKRows = npt.NDArray[np.int32]  # [nodes, TOP_K_COLUMNS]
+TopKRows = Ints  # [nodes, TOP_K_COLUMNS]
 
 TOP_K = 8
 TOP_K_COLUMNS = 2 * TOP_K
@@ -28,7 +26,7 @@ NO_TOKEN = -1
 class VerifyTopK:
     """The verify top-k of one request's step.
 
-    Args:
+    Attributes:
         tree: what was verified; node 0 is the bonus token that stood before it.
         top_k: int32 ``[len(tree) + 1, TOP_K_COLUMNS]``, by node.
     """

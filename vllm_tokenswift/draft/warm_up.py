@@ -14,17 +14,16 @@ from typing import get_args
 
 import numpy as np
 
+from vllm_tokenswift.common.arrays import Keys
 from vllm_tokenswift.common.compiled import everything_compiled
 from vllm_tokenswift.draft.draft_state import DraftState
-from vllm_tokenswift.draft.exponential_noise import SPLITMIX, Keys
-from vllm_tokenswift.draft.gumbel_noise import GumbelNoise
+from vllm_tokenswift.draft.gumbel_noise import SPLITMIX, GumbelNoise
 from vllm_tokenswift.draft.planner.cost_model import CostModel
 from vllm_tokenswift.draft.planner.planner import PlanMode, PlannedRequest, Planner
 from vllm_tokenswift.draft.planner.self_draft_acceptance import SelfDraftPath
-from vllm_tokenswift.draft.planner.source_benefit import NO_NODES
 from vllm_tokenswift.draft.proposals.head_proposals import HeadProposals
 from vllm_tokenswift.draft.top_tokens import NO_TOKEN, TOP_K_COLUMNS, VerifyTopK
-from vllm_tokenswift.draft.tree_builder import num_followed
+from vllm_tokenswift.draft.tree_builder import NO_NODES, num_followed
 from vllm_tokenswift.tree import EMPTY_TREE
 
 # A slow core takes a fourth of it.
@@ -32,25 +31,31 @@ _MOST_SECONDS = 120.0
 
 
 def warm_up(mode: PlanMode) -> None:
-    """Drafts for a tiny text in every way that a planner of this mode may.
+    """Drafts for a tiny text in every way that a planner may.
 
     Compiles what no process on this machine has compiled before (some 20 s), or loads it
     (0.5 s).
+
+    Args:
+        mode: of the planner.
     """
     # Chains cost something, so that branches are weighed; nodes cost next to nothing.
     cost = CostModel(((1, 1.0), (65, 1.1)), chain_ms=0.01, draft_points=((0, 1.0),))
     planner = Planner(cost, mode=mode, shapes_of=lambda _: [(4, 8)])
     state = DraftState(sampled=True)
-    state.extend([*range(200), 0, 1, 2, 0, 1])  # long enough for every table to grow
+    state.append_tokens([*range(200), 0, 1, 2, 0, 1])  # long enough for every table to grow
     noise = GumbelNoise(SPLITMIX, _keys)
     noise.weighed(0.5, 0, 7)
     SelfDraftPath().follow([7], [0.5], 0, state.cells, noise)
+    planner.plan([PlannedRequest(state, None, state.num_tokens, 8)])  # as greedy text has it
     heads = HeadProposals([[7, 8], [9, 9]], [[0.6, 0.2], [0.3, 0.2]], free=False)
     for candidates in (None, heads):
         request = PlannedRequest(state, candidates, state.num_tokens, 8, noise=noise)
         planner.plan([request])
         planner.plan([request, request])
-    state.extend([2], VerifyTopK(EMPTY_TREE, np.full((1, TOP_K_COLUMNS), NO_TOKEN, np.int32)))
+    state.append_tokens(
+        [2], VerifyTopK(EMPTY_TREE, np.full((1, TOP_K_COLUMNS), NO_TOKEN, np.int32))
+    )
     planner.plan([PlannedRequest(state, None, state.num_tokens, 8, noise=noise)])
     num_followed(NO_NODES, np.zeros(1, np.int32))
     assert state.contexts is not None

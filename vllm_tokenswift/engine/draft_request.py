@@ -8,7 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_tokenswift.draft.gumbel_noise import GumbelNoise
+from vllm_tokenswift.draft.proposals.head_proposals import HeadProposals
 from vllm_tokenswift.engine.request_state import RequestState
+from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
 
 
 @dataclass(frozen=True)
@@ -38,3 +40,19 @@ class DraftRequest(HeadRequest):
     blocks: npt.NDArray[np.int32]
     hidden_row: int
     max_nodes: int
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What a step drafted for one request.
+
+    Attributes:
+        tree: empty where plain decoding is better.
+        heads: what heads or a draft pass proposed for it, None where nothing was asked.
+    """
+
+    tree: DraftTree
+    heads: HeadProposals | None
+
+
+NO_DRAFTS = Drafts(EMPTY_TREE, None)

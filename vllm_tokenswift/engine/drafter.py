@@ -11,18 +11,17 @@ import torch
 
 from vllm_tokenswift.common.staging import Staging
 from vllm_tokenswift.draft.planner.cost_model import CostModel
-from vllm_tokenswift.draft.planner.planner import PlanMode, PlannedRequest, Planner
+from vllm_tokenswift.draft.planner.planner import PlanMode, PlannedRequest, Planner, StepPlan
 from vllm_tokenswift.draft.proposals.head_proposals import HeadProposals
 from vllm_tokenswift.draft.warm_up import warm_up
 from vllm_tokenswift.engine.draft_pass import DraftPass
-from vllm_tokenswift.engine.draft_request import DraftRequest
+from vllm_tokenswift.engine.draft_request import DraftRequest, Drafts
 from vllm_tokenswift.engine.head_drafter import HeadDrafter
 from vllm_tokenswift.engine.profiling.cache import cost_key, measured_once
 from vllm_tokenswift.engine.profiling.pass_times import PassTimes
 from vllm_tokenswift.engine.request_state import RequestState
 from vllm_tokenswift.engine.runner_view import RunnerView
 from vllm_tokenswift.engine.self_drafter import SelfDrafter
-from vllm_tokenswift.tree import DraftTree
 
 
 class Drafter:
@@ -99,10 +98,10 @@ class Drafter:
         possible = [
             i
             for i, request in enumerate(requests)
-            if not request.state.draft.self_draft.asked_last
+            if not request.state.draft.self_draft_benefit.asked_last
             and self.head_drafter.may_begin(request.req_id)
         ]
-        likely = [i for i in possible if requests[i].state.draft.free_heads.asked_last]
+        likely = [i for i in possible if requests[i].state.draft.free_heads_benefit.asked_last]
         # Another request costs the device next to nothing, and who asks changes from step to step.
         begin = possible if 2 * len(likely) >= len(possible) else likely
         if likely:
@@ -118,8 +117,8 @@ class Drafter:
         if self.options.self_draft == "always":
             return False
         if is_launched:
-            return self.planner.rests_meanwhile(drafts, num_requests)
-        return not self.runner.prelaunches and self.planner.rest(drafts)
+            return self.planner.skip_step_meanwhile(drafts, num_requests)
+        return not self.runner.prelaunches and self.planner.skip_step(drafts)
 
     def would_draft(self, requests: Sequence[DraftRequest], num_undrafted: int) -> bool:
         """Whether any of these would be drafted for now; their next pass runs, without drafts.
@@ -139,8 +138,8 @@ class Drafter:
         requests: Sequence[DraftRequest],
         hidden_states: torch.Tensor,
         num_undrafted: int,
-    ) -> list[DraftTree]:
-        """One tree for each request, empty where plain decoding is better.
+    ) -> list[Drafts]:
+        """What is drafted for each request.
 
         hidden_states: ``[query rows, hidden]``, in the form that the heads read.
         num_undrafted: requests of the batch that draft nothing.
@@ -148,48 +147,24 @@ class Drafter:
         if not requests:
             return []
         planned = [self._planned(request) for request in requests]
-        passes = self._wants_pass(planned, num_undrafted)
+        plan = self.planner.plan_step(planned, num_undrafted)
+        passes = self._wants_pass(plan)
         if any(passes) and not all(passes):
             # CUDA graphs share their memory: a draft pass may run over the verify pass's states.
             hidden_states = hidden_states.clone()
-        if self.self_drafter is not None:
-            drafter = self.self_drafter
-            self._draft_with(
-                planned,
-                requests,
-                passes,
-                lambda some: drafter.candidates(some, planned, passes, num_undrafted),
-            )
-        if self._asks_free_heads:
-            others = [i for i, wanted in enumerate(passes) if not wanted]
-            free = self.planner.wants_free_heads([planned[i] for i in others], num_undrafted)
-            wanted = [False] * len(requests)
-            for i, want in zip(others, free, strict=True):
-                wanted[i] = want
-            self._draft_with(
-                planned,
-                requests,
-                wanted,
-                lambda some: self.head_drafter.candidates(
-                    some, None, self._rows_of(some, hidden_states)
-                ),
-            )
-        return self.planner.plan(planned, num_undrafted)
-
-    def _draft_with(
-        self,
-        planned: list[PlannedRequest],
-        requests: Sequence[DraftRequest],
-        wanted: Sequence[bool],
-        source: Callable[[list[DraftRequest]], list[HeadProposals]],
-    ) -> None:
-        """Adds what a source says to the requests that want it."""
-        chosen = [i for i, want in enumerate(wanted) if want]
-        if not chosen:
-            return
-        found = source([requests[i] for i in chosen])
-        for i, candidates in zip(chosen, found, strict=True):
-            planned[i] = replace(planned[i], heads=candidates)
+        with_pass = [place for place, wants in enumerate(passes) if wants]
+        if with_pass and self.self_drafter is not None:
+            chosen = [requests[place] for place in with_pass]
+            _add_heads(planned, with_pass, self.self_drafter.candidates(chosen, plan, passes))
+        with_heads = self._wants_free_heads(plan, passes)
+        if with_heads:
+            chosen = [requests[place] for place in with_heads]
+            rows = self._rows_of(chosen, hidden_states)
+            _add_heads(planned, with_heads, self.head_drafter.candidates(chosen, None, rows))
+        if with_pass or with_heads:
+            plan = self.planner.plan_step(planned, num_undrafted)
+        trees = self.planner.trees(plan)
+        return [Drafts(tree, request.heads) for tree, request in zip(trees, planned, strict=True)]
 
     def _planned(self, request: DraftRequest) -> PlannedRequest:
         return PlannedRequest(
@@ -201,13 +176,24 @@ class Drafter:
             noise=request.noise,
         )
 
-    def _wants_pass(self, planned: list[PlannedRequest], num_undrafted: int) -> list[bool]:
-        wanted = [False] * len(planned)
+    def _wants_pass(self, plan: StepPlan) -> list[bool]:
+        wanted = [False] * len(plan.requests)
         if self.options.self_draft == "always":
-            wanted = [request.limit > 0 for request in planned]
+            wanted = [request.limit > 0 for request in plan.requests]
         elif self.options.self_draft == "auto":
-            wanted = self.planner.wants_self_draft(planned, num_undrafted)
-        return wanted if self.self_drafter is not None else [False] * len(planned)
+            wanted = self.planner.wants_self_draft(plan)
+        return wanted if self.self_drafter is not None else [False] * len(wanted)
+
+    def _wants_free_heads(self, plan: StepPlan, passes: Sequence[bool]) -> list[int]:
+        """Places of the requests that free heads are asked for, of those without a pass."""
+        others = [place for place, has_pass in enumerate(passes) if not has_pass]
+        if not self._asks_free_heads or not others:
+            return []
+        if len(others) < len(passes):
+            requests = [plan.requests[place] for place in others]
+            plan = self.planner.plan_step(requests, plan.num_other_tokens)
+        wanted = self.planner.wants_free_heads(plan)
+        return [place for place, wants in zip(others, wanted, strict=True) if wants]
 
     def _rows_of(
         self, requests: Sequence[DraftRequest], hidden_states: torch.Tensor
@@ -231,3 +217,11 @@ class Drafter:
             return self._post_norm(output)
         hidden: torch.Tensor = output[1][0]
         return hidden
+
+
+def _add_heads(
+    planned: list[PlannedRequest], places: Sequence[int], proposals: Sequence[HeadProposals]
+) -> None:
+    """Gives what a source proposes to the requests that it was asked for."""
+    for place, heads in zip(places, proposals, strict=True):
+        planned[place] = replace(planned[place], heads=heads)

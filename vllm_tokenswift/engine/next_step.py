@@ -16,13 +16,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from vllm_tokenswift.engine.draft_request import DraftRequest
+from vllm_tokenswift.engine.draft_request import NO_DRAFTS, DraftRequest
 from vllm_tokenswift.engine.drafter import Drafter
 from vllm_tokenswift.engine.prelaunch import Prelauncher
 from vllm_tokenswift.engine.request_state import RequestState
 from vllm_tokenswift.engine.runner_view import RunnerView
 from vllm_tokenswift.sampling.acceptance_walk import VerifyResult, VerifyRows
-from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
+from vllm_tokenswift.tree import DraftTree
 
 
 class NextStep:
@@ -93,15 +93,15 @@ class NextStep:
         num_others = len(self._accepted) - len(requests)
         if is_launched:
             self._expects_drafts = self.drafter.would_draft(requests, num_others)
-            trees = [EMPTY_TREE] * len(requests)
+            drafts = [NO_DRAFTS] * len(requests)
         else:
-            trees = self.drafter.draft(requests, self._hidden_states, num_others)
-            self._expects_drafts = any(map(len, trees))
+            drafts = self.drafter.draft(requests, self._hidden_states, num_others)
+            self._expects_drafts = any(len(of_request.tree) for of_request in drafts)
         if runner.recorder is not None:
-            runner.recorder.drafted({r.req_id: r.state.draft for r in requests}, trees)
+            runner.recorder.drafted({r.req_id: d for r, d in zip(requests, drafts, strict=True)})
         if is_launched:
             return {}
-        drafted = {r.req_id: tree for r, tree in zip(requests, trees, strict=True)}
+        drafted = {r.req_id: d.tree for r, d in zip(requests, drafts, strict=True)}
         if not runner.prelaunches or not self.prelauncher.launch(
             drafted, [emitted.tokens for emitted in self._accepted]
         ):

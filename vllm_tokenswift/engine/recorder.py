@@ -9,8 +9,8 @@ from pathlib import Path
 
 from vllm.logger import init_logger
 
-from vllm_tokenswift.draft.draft_state import DraftState
 from vllm_tokenswift.draft.planner.planner import Planner
+from vllm_tokenswift.engine.draft_request import Drafts
 from vllm_tokenswift.explain.record import PROMPT, Iteration, Record
 from vllm_tokenswift.options import TokenSwiftOptions
 from vllm_tokenswift.tree import DraftTree
@@ -59,15 +59,15 @@ class Recorder:
         more of it will be drawn, not its likeliest."""
         self._running[req_id] = _Running(len(tokens), list(tokens), sampled)
 
-    def drafted(self, states: Mapping[str, DraftState], trees: Sequence[DraftTree]) -> None:
-        """A step has drafted; states: of the requests it drafted for, in the trees' order."""
+    def drafted(self, drafts: Mapping[str, Drafts]) -> None:
+        """A step has drafted; drafts: of the requests that it drafted for."""
         decisions = dict(self._planner.decisions)
         # Of one source a step either takes what pays or probes, never both.
         probes = {n for n, count in decisions.items() if count > self._seen_decisions.get(n, 0)}
         self._seen_decisions = decisions
-        for (req_id, state), tree in zip(states.items(), trees, strict=True):
-            outcome = "drafted" if len(tree) else "plain"
-            heads = state.last_heads
+        for req_id, of_request in drafts.items():
+            outcome = "drafted" if len(of_request.tree) else "plain"
+            heads = of_request.heads
             if heads is None:
                 drafted = _Drafted((outcome,))
             else:

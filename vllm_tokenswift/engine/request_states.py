@@ -33,11 +33,15 @@ class RequestStates(dict[str, RequestState]):
             req_id, params, prompt, request.output_token_ids, request.generator
         )
         sampled = params.temperature > 0
-        draft = DraftState(options.ngram_n, options.ngram_k, options.suffix_max_match, sampled)
-        if runner.visible_noise(req_id) is None:
-            draft.contexts = None  # nobody would look at them
-        draft.extend(prompt)
-        draft.extend(request.output_token_ids)
+        draft = DraftState(
+            options.ngram_n,
+            options.ngram_k,
+            options.suffix_max_match,
+            sampled,
+            sees_noise=runner.visible_noise(req_id) is not None,
+        )
+        draft.append_tokens(prompt)
+        draft.append_tokens(request.output_token_ids)
         max_tokens = runner.max_model_len
         self[req_id] = RequestState(
             draft,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vllm_tokenswift.draft.planner.planner import PlannedRequest, Planner
+from vllm_tokenswift.draft.planner.planner import Planner, StepPlan
 from vllm_tokenswift.draft.planner.self_draft import PathEnd, SelfDraftPlanner
 from vllm_tokenswift.draft.planner.self_draft_acceptance import SelfDraftPath
 from vllm_tokenswift.draft.proposals.head_proposals import HeadProposals
@@ -76,48 +76,40 @@ class SelfDrafter:
         self._post_norm, self._read_by_heads = post_norm, read_by_heads
 
     def candidates(
-        self,
-        requests: Sequence[DraftRequest],
-        planned: Sequence[PlannedRequest],
-        wanted: Sequence[bool],
-        num_undrafted: int,
+        self, requests: Sequence[DraftRequest], plan: StepPlan, wanted: Sequence[bool]
     ) -> list[HeadProposals]:
         """What passes say, and heads below it.
 
-        requests: those that have a pass. planned, wanted: of the whole step, and who among
-        them has one.
+        requests: those that have a pass. plan: of the whole step without passes. wanted: who in
+        the step has one.
         """
         places = [place for place, want in enumerate(wanted) if want]
         passed = [
             _Passed(request, place, self._allocated_blocks(request))
             for request, place in zip(requests, places, strict=True)
         ]
-        self._renew_blocks(passed, planned, num_undrafted)
+        self._renew_blocks(passed, plan)
         output = self._run(passed, [request.bonus_token for request in requests], depth=0)
         if not self._planner.is_asked:
             return self._head_drafter.candidates(requests, *self._states(output))
-        ages: list[int | None] = [None] * len(planned)
+        ages: list[int | None] = [None] * len(wanted)
         for one in passed:
             ages[one.place] = one.age(1)
-        if self._planner.may_go_on(planned, ages, wanted, num_undrafted):
-            found = self._in_a_row(passed, output, planned, num_undrafted)
+        if self._planner.may_go_on(plan, ages, wanted):
+            found = self._in_a_row(passed, output, plan)
         else:
             found = self._head_drafter.candidates(requests, *self._states(output))
             for one, candidates in zip(passed, found, strict=True):
-                self._follow(one, candidates.tokens[0], candidates.probabilities[0], planned)
+                self._follow(one, candidates.tokens[0], candidates.probabilities[0], plan)
         for one in passed:
-            planned[one.place].state.own_tokens.said(one.path)
+            one.request.state.draft.self_draft_acceptance.note_path(one.path)
         return found
 
     def _in_a_row(
-        self,
-        passed: Sequence[_Passed],
-        output: Any,
-        planned: Sequence[PlannedRequest],
-        num_undrafted: int,
+        self, passed: Sequence[_Passed], output: Any, plan: StepPlan
     ) -> list[HeadProposals]:
         """Goes on from the first pass; output: what the model returned for it."""
-        ends: list[PathEnd | None] = [None] * len(planned)
+        ends: list[PathEnd | None] = [None] * len(plan.requests)
         starts: dict[int, torch.Tensor] = {}  # for heads, by place, of those that stopped early
         going, depth = list(passed), 0
         while True:
@@ -125,10 +117,10 @@ class SelfDrafter:
             depth += 1
             said = self._head_drafter.own_top([one.request for one in going], own)
             for one, tokens, probabilities in zip(going, *said, strict=True):
-                place = self._follow(one, tokens, probabilities, planned)
+                place = self._follow(one, tokens, probabilities, plan)
                 one.rows.add(tokens, probabilities, place)
                 ends[one.place] = PathEnd(one.path, one.age(depth))
-            again = self._planner.go_on(planned, ends, num_undrafted)
+            again = self._planner.go_on(plan, ends)
             rest = [one for one in going if again[one.place]]
             if not rest:
                 break
@@ -155,11 +147,11 @@ class SelfDrafter:
         one: _Passed,
         tokens: Sequence[int],
         probabilities: Sequence[float],
-        planned: Sequence[PlannedRequest],
+        plan: StepPlan,
     ) -> int:
-        plan, depth = planned[one.place], len(one.path.tokens)
+        planned, depth = plan.requests[one.place], len(one.path.tokens)
         age = one.request.state.table.age(one.request.num_tokens + depth)
-        return one.path.follow(tokens, probabilities, age, plan.state.cells, plan.noise)
+        return one.path.follow(tokens, probabilities, age, planned.state.cells, planned.noise)
 
     def _run(self, passed: Sequence[_Passed], tokens: Sequence[int], depth: int) -> Any:
         """A pass at the position ``depth`` after the bonus token's; tokens: those it reads."""
@@ -180,18 +172,16 @@ class SelfDrafter:
         stats.num_selections += len(self._draft_pass.last.refreshed)
         return output
 
-    def _renew_blocks(
-        self, passed: Sequence[_Passed], planned: Sequence[PlannedRequest], num_undrafted: int
-    ) -> None:
+    def _renew_blocks(self, passed: Sequence[_Passed], plan: StepPlan) -> None:
         """Drops selections that the planner finds too old, and counts why others are made."""
-        selected = [False] * len(planned)
+        selected = [False] * len(plan.requests)
         for one in passed:
             table, num_tokens = one.request.state.table, one.request.num_tokens
             due = table.due(num_tokens)
             if due is not None:
                 self._decisions[f"select_{due.value}"] += 1
             selected[one.place] = due is None and table.may_be_early and table.age(num_tokens) > 0
-        early = self._planner.wants_fresh_blocks(planned, selected, num_undrafted)
+        early = self._planner.wants_fresh_blocks(plan, selected)
         for one in passed:
             if early[one.place]:
                 one.request.state.table.forget()

@@ -84,7 +84,7 @@ class Verifier:
             )
         for rows, result in emitting:
             top_k = None if result.top_k is None else VerifyTopK(rows.tree, result.top_k)
-            runner.request_states[rows.req_id].draft.extend(result.tokens, top_k)
+            runner.request_states[rows.req_id].draft.append_tokens(result.tokens, top_k)
             if runner.recorder is not None:
                 runner.recorder.iteration(
                     rows.req_id, rows.tree, result.nodes, result.tokens, len(groups)

@@ -90,12 +90,14 @@ def longest_proposals(record: Record) -> list[int]:
     longest: list[int] = []
     for iteration in record.iterations:
         position = iteration.position
-        state.extend(tokens[known:position])
+        state.append_tokens(tokens[known:position])
         known = position
         allowed = iteration.is_decode and NOTHING_ALLOWED not in iteration.decisions
         # One token more than the chain is emitted.
         limit = min(record.options.num_speculative_tokens, len(tokens) - position - 1)
-        longest.append(state.longest_offer(tokens[position : position + limit]) if allowed else 0)
+        longest.append(
+            state.longest_proposal(tokens[position : position + limit]) if allowed else 0
+        )
     return longest
 
 

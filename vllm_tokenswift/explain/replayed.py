@@ -12,7 +12,7 @@ from vllm_tokenswift.tree import DraftTree
 
 
 class ReplayRecorder:
-    """Follows a :func:`~vllm_tokenswift.draft.replay.replay`; :meth:`add` is its ``on_iteration``.
+    """Follows :func:`~vllm_tokenswift.explain.replay.replay`; :meth:`add` is its ``on_iteration``.
 
     Args:
         name: the record's request id.

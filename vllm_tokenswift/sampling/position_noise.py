@@ -35,8 +35,7 @@ import numpy.typing as npt
 import torch
 from vllm.platforms import CpuArchEnum, current_platform
 
-from vllm_tokenswift.draft.exponential_noise import SPLITMIX, position_key
-from vllm_tokenswift.draft.gumbel_noise import GumbelNoise
+from vllm_tokenswift.draft.gumbel_noise import SPLITMIX, GumbelNoise, position_key
 
 
 class PositionDraws(ABC):

@@ -24,12 +24,7 @@ def test_a_step_goes_from_its_samples_to_the_next_ones_and_the_host_s_part_to_it
 
         return run
 
-    plan = SimpleNamespace(counts=[0, 3], step_ms=12.0)
-    planner = SimpleNamespace(
-        cost=CostModel(((1, 10.0), (3, 14.0))),
-        plan=passing(1.0),
-        plan_once=lambda *_: plan,
-    )
+    planner = SimpleNamespace(cost=CostModel(((1, 10.0), (3, 14.0))), trees=passing(1.0))
     next_step = SimpleNamespace(begin=passing(0.5), draft=passing(2.0))
     drafter = SimpleNamespace(planner=planner)
     worker = watched_steps.StepsOfAWorker()
@@ -38,7 +33,7 @@ def test_a_step_goes_from_its_samples_to_the_next_ones_and_the_host_s_part_to_it
 
     requests = [SimpleNamespace(heads=None), SimpleNamespace(heads="heads")]
     next_step.begin(requests, None, None)  # planned for
-    planner.plan(requests)
+    planner.trees(SimpleNamespace(requests=requests, counts=[0, 3], step_ms=12.0))
     next_step.draft()
     clock.ms += 20.0
     next_step.begin(requests, None, None)  # not planned for

@@ -11,7 +11,7 @@ CALL = """
 import numpy as np
 from numba.core import caching
 {before}
-from vllm_tokenswift.draft.exponential_noise import SPLITMIX, exponential
+from vllm_tokenswift.draft.gumbel_noise import SPLITMIX, exponential
 assert exponential(SPLITMIX, np.uint64(1), 2) > 0
 stats = exponential.stats
 print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
@@ -54,17 +54,14 @@ caching.CompileResultCacheImpl._locator_classes = [x for x in locators if "User"
 
 WARM = """
 import numpy as np
-from vllm_tokenswift.draft.proposals import commit
-from vllm_tokenswift.draft.proposals import context_statistics as contexts
-from vllm_tokenswift.draft import gumbel_noise as foresight
-from vllm_tokenswift.draft.proposals import ngram_table as ngrams
-from vllm_tokenswift.draft import exponential_noise as noise
-from vllm_tokenswift.draft.proposals import table as offers
-from vllm_tokenswift.draft.proposals import suffix_index as suffix
-from vllm_tokenswift.draft import tree_builder as trie
+from vllm_tokenswift.draft import acceptance, gumbel_noise, tree_builder
+from vllm_tokenswift.draft.planner import tree_size
+from vllm_tokenswift.draft.proposals import (
+    context_statistics, contexts, heads, learned, ngram_table, paper, suffix_index, table, text
+)
 from vllm_tokenswift.draft.top_tokens import TOP_K_COLUMNS, VerifyTopK
 from vllm_tokenswift.draft.warm_up import warm_up
-from vllm_tokenswift.draft.replay import noisy_heads, replay
+from vllm_tokenswift.explain.replay import noisy_heads, replay
 from vllm_tokenswift.draft.planner.planner import PlannedRequest, Planner
 from vllm_tokenswift.draft.planner.cost_model import CostModel
 from vllm_tokenswift.draft.draft_state import DraftState
@@ -73,29 +70,32 @@ from vllm_tokenswift.tree import DraftTree
 def specialisations():
     return {
         f"{module.__name__}.{name}": len(function.signatures)
-        for module in (commit, contexts, foresight, ngrams, noise, offers, suffix, trie)
+        for module in (
+            acceptance, gumbel_noise, tree_builder, tree_size, context_statistics, contexts, heads,
+            learned, ngram_table, paper, suffix_index, table, text
+        )
         for name, function in vars(module).items()
         if hasattr(function, "signatures")
     }
 
 warm_up("MODE")
 warm = specialisations()
-text = [i % 37 for i in range(3000)] + list(range(500, 2000))
+tokens = [i % 37 for i in range(3000)] + list(range(500, 2000))
 cost = CostModel(((1, 10), (17, 11.0)), chain_ms=0.01, heads_ms=0, draft_points=((0, 1),))
 state = DraftState(sampled=True)
 for free in (False, True):
-    heads = noisy_heads(text, [[0.5, 0.2], [0.3]], free)
-    replay(text, Planner(cost, 64, "MODE"), 16, self_heads=heads, state=state)
-    replay(text, Planner(cost, 64, "MODE"), 16, free_heads=heads, state=state)
+    known = noisy_heads(tokens, [[0.5, 0.2], [0.3]], free)
+    replay(tokens, Planner(cost, 64, "MODE"), 16, self_heads=known, state=state)
+    replay(tokens, Planner(cost, 64, "MODE"), 16, free_heads=known, state=state)
 said = np.ones((3, TOP_K_COLUMNS), np.int32)
-state.extend([5, 6], VerifyTopK(DraftTree.chain([5, 7]).truncate(1), said[:2]))
+state.append_tokens([5, 6], VerifyTopK(DraftTree.chain([5, 7]).truncate(1), said[:2]))
 state.draft(None, 8)
 request = PlannedRequest(state, None, state.num_tokens, 8)
 planner = Planner(cost, 64, "MODE", lambda _: [(4, 8)])
 planner.plan([request, request])
-assert planner.wants_free_heads([request]) == [True]
-state.extend([7])
-state.extend(range(2000, 14000))  # more contexts than are kept
+assert planner.wants_free_heads(planner.plan_step([request])) == [True]
+state.append_tokens([7])
+state.append_tokens(range(2000, 14000))  # more contexts than are kept
 state.draft(None, 8)
 assert specialisations() == warm, {
     name for name, number in specialisations().items() if number != warm[name]
@@ -120,15 +120,19 @@ def started():
 print(started(), started())
 """
 LOADED = """
-from vllm_tokenswift.draft.proposals import commit
-from vllm_tokenswift.draft.proposals import context_statistics as contexts
-from vllm_tokenswift.draft.proposals import table as offers
-from vllm_tokenswift.draft import tree_builder as trie
+from vllm_tokenswift.draft import tree_builder
+from vllm_tokenswift.draft.planner import tree_size
+from vllm_tokenswift.draft.proposals import (
+    context_statistics, contexts, heads, learned, ngram_table, paper, suffix_index, text
+)
 for mode in ("auto", "fixed", "paper"):
     warm_up(mode)
 entries = {
     id(function): function
-    for module in (commit, contexts, offers, trie)
+    for module in (
+        tree_builder, tree_size, context_statistics, contexts, heads, learned, ngram_table, paper,
+        suffix_index, text
+    )
     for function in vars(module).values()
     if hasattr(function, "stats") and "cache" in repr(type(function._cache)).lower()
 }

@@ -9,7 +9,7 @@ from vllm_tokenswift.draft.acceptance import (
     match_cell,
     new_cells,
     ngram_cell,
-    observe,
+    observe_candidate,
 )
 from vllm_tokenswift.tree import Source
 
@@ -36,7 +36,7 @@ def test_matches_of_sampled_text_are_trusted_less_until_they_prove_themselves() 
     cell = continued_match_cell(5)
     assert sampled[cell, RATE] < 0.75 * likeliest[cell, RATE]
     for _ in range(12):
-        observe(sampled, cell, True)
+        observe_candidate(sampled, cell, True)
     assert sampled[cell, RATE] > likeliest[cell, RATE]
     ngram = ngram_cell(3, 0.5, 1)
     assert sampled[ngram, RATE] == likeliest[ngram, RATE]
@@ -46,10 +46,10 @@ def test_a_cell_follows_what_is_observed_and_forgets_within_a_hundred_observatio
     cells = new_cells()
     cell = continued_match_cell(2)
     for _ in range(1000):
-        observe(cells, cell, True)
+        observe_candidate(cells, cell, True)
     assert cells[cell, RATE] > 0.95
     for _ in range(100):
-        observe(cells, cell, False)
+        observe_candidate(cells, cell, False)
     assert cells[cell, RATE] < 0.05
 
 
@@ -57,7 +57,7 @@ def test_cells_of_other_features_are_not_touched() -> None:
     cells = new_cells()
     before = cells[:, RATE].tolist()
     cell = ngram_cell(3, 0.5, 1)
-    observe(cells, cell, True)
+    observe_candidate(cells, cell, True)
     assert [i for i, rate in enumerate(cells[:, RATE]) if rate != before[i]] == [cell]
 
 

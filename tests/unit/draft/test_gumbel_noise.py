@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from vllm_tokenswift.draft.draft_state import DraftState
-from vllm_tokenswift.draft.exponential_noise import MURMUR, SPLITMIX
-from vllm_tokenswift.draft.gumbel_noise import GumbelNoise, chance, weighed
+from vllm_tokenswift.draft.gumbel_noise import MURMUR, SPLITMIX, GumbelNoise, chance, weighed
 from vllm_tokenswift.draft.planner.cost_model import CostModel
 from vllm_tokenswift.draft.planner.planner import PlannedRequest, Planner
 from vllm_tokenswift.draft.proposals.head_proposals import HeadProposals
@@ -32,14 +31,14 @@ def test_the_chance_is_how_often_the_token_is_drawn_with_that_noise() -> None:
     assert chance(0.2, noise) == pytest.approx(drawn, abs=0.01)
 
 
-def test_the_smaller_the_noise_the_likelier_an_offer() -> None:
+def test_the_smaller_the_noise_the_likelier_a_candidate() -> None:
     chances = [weighed(0.1, noise) for noise in (0.01, 0.1, 0.4, 0.8, 3.0)]
     assert chances == sorted(chances, reverse=True)
     assert chances[0] > 0.3
     assert chances[-1] < 0.05
 
 
-def test_a_sure_offer_does_not_depend_on_luck() -> None:
+def test_a_sure_candidate_does_not_depend_on_luck() -> None:
     assert weighed(0.99, 5.0) > 0.985
     assert weighed(1.0, 5.0) == pytest.approx(1.0)
 
@@ -55,7 +54,7 @@ def test_the_noise_is_exponential_and_every_position_has_its_own(kind: int) -> N
 
 
 @pytest.mark.parametrize("kind", [SPLITMIX, MURMUR])
-def test_an_offer_is_weighed_by_the_noise_of_its_token_and_depth(kind: int) -> None:
+def test_a_candidate_is_weighed_by_the_noise_of_its_token_and_depth(kind: int) -> None:
     gumbel_noise = gumbel_noise_of(kind)
     for depth in range(3):
         for token in range(20):
@@ -78,28 +77,28 @@ def test_of_equally_likely_continuations_the_lucky_one_is_taken_at_every_depth(k
         lucky.append(tokens[0])
     heads = HeadProposals(rows, [[0.3, 0.3]] * 3, free=True)
     state = DraftState()
-    state.extend([1])
-    state.draft(heads, 3, chain_only=True)
-    assert state.taken[:, 0].tolist() == [row[0] for row in rows]
-    state.draft(heads, 3, chain_only=True, noise=gumbel_noise)
-    assert state.taken[:, 0].tolist() == lucky
+    state.append_tokens([1])
+    drafted = state.draft(heads, 3, chain_only=True)
+    assert drafted.nodes[:, 0].tolist() == [row[0] for row in rows]
+    drafted = state.draft(heads, 3, chain_only=True, noise=gumbel_noise)
+    assert drafted.nodes[:, 0].tolist() == lucky
 
 
 def test_heads_that_know_the_noise_are_not_weighed_again() -> None:
     gumbel_noise = gumbel_noise_of(SPLITMIX)
     tokens = by_luck(gumbel_noise, 0)
     state = DraftState()
-    state.extend([1])
+    state.append_tokens([1])
     for sees_noise, taken in ((True, tokens[-1]), (False, tokens[0])):
         heads = HeadProposals([[tokens[-1], tokens[0]]], [[0.3, 0.3]], True, sees_noise=sees_noise)
-        state.draft(heads, 1, noise=gumbel_noise)
-        assert state.taken[0, 0] == taken
+        drafted = state.draft(heads, 1, noise=gumbel_noise)
+        assert drafted.nodes[0, 0] == taken
 
 
 def test_a_draft_pass_and_its_noise_leave_little_doubt() -> None:
     """Of four tokens as likely as each other the noise singles out the one to draft."""
     state = DraftState()
-    state.extend([111, 112, 113])
+    state.append_tokens([111, 112, 113])
     gumbel_noise = gumbel_noise_of(MURMUR)
     lucky, *_, second, third, fourth = by_luck(gumbel_noise, 0)
     heads = HeadProposals([[second, lucky, third, fourth]], [[0.25] * 4], free=False)

@@ -3,32 +3,31 @@
 import itertools
 import math
 import random
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from vllm_tokenswift.draft.draft_state import DraftState
-from vllm_tokenswift.draft.exponential_noise import NO_NOISE
-from vllm_tokenswift.draft.gumbel_noise import NO_KEYS
 from vllm_tokenswift.draft.proposals.head_proposals import NO_ROW, HeadProposals
+from vllm_tokenswift.draft.proposals.paper import paper_tree
 from vllm_tokenswift.draft.proposals.table import (
     BELOW,
+    CANDIDATE_COLUMNS,
+    CELL,
     NO_CELL,
     NUM_BELOW,
     SOURCE,
-    STEP_COLUMNS,
     TOKEN,
 )
-from vllm_tokenswift.draft.tree_builder import TAKEN_COLUMNS, pay_off, take_best_first, tree_of
+from vllm_tokenswift.draft.tree_builder import DraftedNodes, drafted_nodes
 from vllm_tokenswift.tree import DraftTree, Source
 
 Rates = dict[tuple[int, ...], dict[int, float]]
 """Chances of the tokens below each prefix."""
-Offer = tuple[Source, Rates]
+Proposal = tuple[Source, Rates]
 
 
-def random_offer(rng: random.Random, source: Source) -> Offer:
+def random_proposal(rng: random.Random, source: Source) -> Proposal:
     rates: Rates = {}
     level: list[tuple[int, ...]] = [()]
     for _ in range(3):
@@ -42,47 +41,37 @@ def random_offer(rng: random.Random, source: Source) -> Offer:
     return source, rates
 
 
-def paths(offer: Offer) -> set[tuple[int, ...]]:
-    return {(*prefix, token) for prefix, row in offer[1].items() for token in row}
+def paths(proposal: Proposal) -> set[tuple[int, ...]]:
+    return {(*prefix, token) for prefix, row in proposal[1].items() for token in row}
 
 
-def grow_tree(offers: list[Offer], budget: int, chain_only: bool = False) -> DraftTree:
-    """The ``budget`` likeliest nodes that the offers hold, merged."""
-    steps: list[list[int]] = []
+def grow_tree(proposals: list[Proposal], budget: int, chain_only: bool = False) -> DraftTree:
+    """The ``budget`` likeliest nodes that the proposals hold, merged."""
+    rows: list[list[int]] = []
     chances: list[float] = []
     roots: list[list[int]] = []
-    for source, rates in offers:
+    for source, rates in proposals:
         first: dict[tuple[int, ...], int] = {}  # of each prefix's group
-        for prefix, row in rates.items():
-            first[prefix] = len(steps)
-            for token, rate in row.items():
-                step = [0] * STEP_COLUMNS
-                step[TOKEN], step[SOURCE] = token, source
-                step[2] = NO_CELL
-                steps.append(step)
+        for prefix, group in rates.items():
+            first[prefix] = len(rows)
+            for token, rate in group.items():
+                row = [0] * CANDIDATE_COLUMNS
+                row[TOKEN], row[SOURCE], row[CELL] = token, source, NO_CELL
+                rows.append(row)
                 chances.append(rate)
-        for prefix, row in rates.items():
-            for place, token in enumerate(row):
+        for prefix, group in rates.items():
+            for place, token in enumerate(group):
                 if (below := (*prefix, token)) in rates:
-                    step = steps[first[prefix] + place]
-                    step[BELOW], step[NUM_BELOW] = first[below], len(rates[below])
+                    row = rows[first[prefix] + place]
+                    row[BELOW], row[NUM_BELOW] = first[below], len(rates[below])
         roots.append([first[()], len(rates[()])])
-    taken, probabilities = np.empty((budget, TAKEN_COLUMNS), np.int32), np.empty(budget)
-    count = take_best_first(
-        np.array(steps, np.int32),
-        np.array(chances),
-        np.array(roots, np.int32),
-        len(roots),
-        budget,
-        0.0,
-        chain_only,
-        False,
-        NO_NOISE,
-        NO_KEYS,
-        taken,
-        probabilities,
-    )
-    return tree_of(taken, probabilities, count)
+    counts = np.array([len(rows), len(roots), 0, 0], np.int32)
+    table = np.array(rows, np.int32), np.array(chances), np.array(roots, np.int32), counts
+    return tree_of(drafted_nodes(table, budget, chain_only=chain_only))
+
+
+def tree_of(drafted: DraftedNodes) -> DraftTree:
+    return drafted.tree(drafted.count)
 
 
 def tree_paths(tree: DraftTree) -> dict[tuple[int, ...], float]:
@@ -93,37 +82,39 @@ def tree_paths(tree: DraftTree) -> dict[tuple[int, ...], float]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_only_offered_paths_are_drafted_and_none_twice(seed: int) -> None:
+def test_only_proposed_paths_are_drafted_and_none_twice(seed: int) -> None:
     rng = random.Random(seed)
-    offers = [random_offer(rng, source) for source in (Source.SELF, Source.NGRAM, Source.SUFFIX)]
-    tree = grow_tree(offers, budget=1000)
+    proposals = [
+        random_proposal(rng, source) for source in (Source.SELF, Source.NGRAM, Source.SUFFIX)
+    ]
+    tree = grow_tree(proposals, budget=1000)
     drafted = tree_paths(tree)
     assert len(drafted) == len(tree)
-    assert set(drafted) == set.union(*map(paths, offers))
+    assert set(drafted) == set.union(*map(paths, proposals))
 
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("budget", [0, 1, 3, 8, 20])
 def test_a_budget_keeps_the_likeliest_nodes(seed: int, budget: int) -> None:
     rng = random.Random(seed)
-    offers = [random_offer(rng, source) for source in (Source.NGRAM, Source.SUFFIX)]
-    everything = sorted(tree_paths(grow_tree(offers, 1000)).values(), reverse=True)
-    kept = sorted(tree_paths(grow_tree(offers, budget)).values(), reverse=True)
+    proposals = [random_proposal(rng, source) for source in (Source.NGRAM, Source.SUFFIX)]
+    everything = sorted(tree_paths(grow_tree(proposals, 1000)).values(), reverse=True)
+    kept = sorted(tree_paths(grow_tree(proposals, budget)).values(), reverse=True)
     assert kept == everything[:budget]
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_one_source_is_taken_at_its_word(seed: int) -> None:
-    offer = random_offer(random.Random(seed), Source.NGRAM)
-    for path, probability in tree_paths(grow_tree([offer], 1000)).items():
-        expected = math.prod(offer[1][path[:i]][path[i]] for i in range(len(path)))
+    proposal = random_proposal(random.Random(seed), Source.NGRAM)
+    for path, probability in tree_paths(grow_tree([proposal], 1000)).items():
+        expected = math.prod(proposal[1][path[:i]][path[i]] for i in range(len(path)))
         assert probability == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_children_never_promise_more_than_their_parent(seed: int) -> None:
     rng = random.Random(seed)
-    tree = grow_tree([random_offer(rng, source) for source in list(Source)[1:]], 1000)
+    tree = grow_tree([random_proposal(rng, source) for source in list(Source)[1:]], 1000)
     probability = [1.0, *tree.probabilities.tolist()]
     for node, children in enumerate(tree.children):
         total = sum(probability[child] for child in children.values())
@@ -131,28 +122,28 @@ def test_children_never_promise_more_than_their_parent(seed: int) -> None:
 
 
 def test_of_sources_that_agree_the_surest_counts() -> None:
-    offers: list[Offer] = [
+    proposals: list[Proposal] = [
         (Source.NGRAM, {(): {1: 0.3, 2: 0.35}}),
         (Source.SUFFIX, {(): {1: 0.5}}),
     ]
-    tree = grow_tree(offers, 10)
+    tree = grow_tree(proposals, 10)
     assert tree.tokens.tolist() == [1, 2]
     assert tree.probabilities.tolist() == pytest.approx([0.5, 0.35])
     assert tree.sources.tolist() == [Source.SUFFIX, Source.NGRAM]
 
 
 def test_a_sure_candidate_is_not_pulled_down_by_unlikely_ones() -> None:
-    offers: list[Offer] = [
+    proposals: list[Proposal] = [
         (Source.SUFFIX, {(): {1: 0.98}}),
         (Source.NGRAM, {(): {2: 0.4, 3: 0.4}}),
     ]
-    assert grow_tree(offers, 1).probabilities.tolist() == pytest.approx([0.98])
+    assert grow_tree(proposals, 1).probabilities.tolist() == pytest.approx([0.98])
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_nodes_stand_depth_first_with_the_likeliest_child_first(seed: int) -> None:
     rng = random.Random(seed)
-    tree = grow_tree([random_offer(rng, s) for s in (Source.NGRAM, Source.SUFFIX)], 12)
+    tree = grow_tree([random_proposal(rng, s) for s in (Source.NGRAM, Source.SUFFIX)], 12)
     for children in tree.children:
         nodes = list(children.values())
         probabilities = [tree.probabilities[node - 1] for node in nodes]
@@ -165,11 +156,11 @@ def test_nodes_stand_depth_first_with_the_likeliest_child_first(seed: int) -> No
 @pytest.mark.parametrize("seed", range(10))
 def test_a_chain_is_a_chain_of_likeliest_children(seed: int) -> None:
     rng = random.Random(seed)
-    offers = [random_offer(rng, s) for s in (Source.NGRAM, Source.SUFFIX)]
-    tree = grow_tree(offers, 10, chain_only=True)
+    proposals = [random_proposal(rng, s) for s in (Source.NGRAM, Source.SUFFIX)]
+    tree = grow_tree(proposals, 10, chain_only=True)
     assert tree.is_chain
     assert len(tree) >= 1
-    assert tree.tokens[0] == grow_tree(offers, 1).tokens[0]
+    assert tree.tokens[0] == grow_tree(proposals, 1).tokens[0]
 
 
 def heads() -> HeadProposals:
@@ -182,13 +173,13 @@ def heads() -> HeadProposals:
 
 def state_of(text: list[int], **switches: int) -> DraftState:
     state = DraftState(**switches)
-    state.extend(text)
+    state.append_tokens(text)
     return state
 
 
 def test_the_paper_tree_is_the_cartesian_tree_and_the_ngrams_after_the_first_token() -> None:
     state = state_of([10, 20, 7, 8, 10, 20, 7, 9, 11, 1, 2, 3])
-    tree = state.paper_tree(heads(), budget=1000)
+    tree = paper_tree_of(state, heads(), budget=1000)
     cartesian = {
         path[:depth]
         for path in itertools.product([10], [20, 21, 22], [30, 31, 32], [40, 41, 42])
@@ -204,7 +195,7 @@ def test_the_paper_takes_chances_at_face_value_and_ngrams_add_up() -> None:
     """Four times (10, 1, 2, 3), twice (10, 1, 2, 4), twice (10, 5, 6, 7)."""
     text = [10, 1, 2, 3] * 4 + [10, 1, 2, 4] * 2 + [10, 5, 6, 7] * 2
     first = HeadProposals([[10]], [[0.9]], free=False)
-    drafted = tree_paths(state_of(text).paper_tree(first, budget=1000))
+    drafted = tree_paths(paper_tree_of(state_of(text), first, budget=1000))
     assert drafted[(10,)] == pytest.approx(0.9)
     assert drafted[(10, 1)] == pytest.approx(0.9 * 6 / 8)
     assert drafted[(10, 1, 2)] == pytest.approx(0.9 * 6 / 8)
@@ -214,15 +205,20 @@ def test_the_paper_takes_chances_at_face_value_and_ngrams_add_up() -> None:
 
 
 def test_the_paper_tree_cut_to_a_budget_keeps_its_likeliest_path() -> None:
-    tree = DraftState().paper_tree(heads(), budget=4)
+    tree = paper_tree_of(DraftState(), heads(), budget=4)
     assert len(tree) == 4
     assert tree.tokens[:2].tolist() == [10, 20]
+
+
+def paper_tree_of(state: DraftState, heads: HeadProposals, budget: int) -> DraftTree:
+    state.index_text()
+    return paper_tree(state.ngrams, state.cells, heads, budget)
 
 
 def heads_tree(candidates: HeadProposals, limit: int = 100) -> DraftTree:
     """What is drafted where there are only heads."""
     state = state_of([1], k=0, max_match=0)
-    return state.tree(state.draft(candidates, limit))
+    return tree_of(state.draft(candidates, limit))
 
 
 def test_heads_name_their_sources_by_depth() -> None:
@@ -263,35 +259,7 @@ def test_trees_hold_the_promised_types() -> None:
 
 
 def test_more_children_than_there_is_room_for_at_first_are_merged() -> None:
-    wide: Offer = (Source.NGRAM, {(): dict.fromkeys(range(300), 0.001)})
-    deep: Offer = (Source.SUFFIX, {(): {7: 0.5}, (7,): dict.fromkeys(range(400), 0.002)})
+    wide: Proposal = (Source.NGRAM, {(): dict.fromkeys(range(300), 0.001)})
+    deep: Proposal = (Source.SUFFIX, {(): {7: 0.5}, (7,): dict.fromkeys(range(400), 0.002)})
     tree = grow_tree([wide, deep], 1000)
     assert set(tree_paths(tree)) == paths(wide) | paths(deep)
-
-
-# -- how many of the likeliest nodes to take ---------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(200))
-def test_those_nodes_are_taken_that_make_requests_fastest_whatever_the_curve(seed: int) -> None:
-    """In the geometric mean; also where a pass over more rows takes less time, behind nodes
-    that do not pay. Compared with every way to take some of each request's likeliest."""
-    rng = np.random.default_rng(seed)
-    offered = rng.integers(0, 13 if seed % 2 else 5, 1 if seed % 2 else rng.integers(2, 5))
-    each = [np.sort(rng.random(number) ** 3)[::-1] for number in offered]
-    curve = np.maximum(10.0 + np.cumsum(rng.normal(0.2, 1.0, offered.sum() + 5)), 0.5)
-    steps = np.diff(curve, append=np.inf)
-    cheapest = np.minimum.accumulate(steps[::-1])[::-1].copy()
-    fixed_ms = float(rng.random())
-    counts, tokens, step_ms = pay_off(np.concatenate(each), offered, curve, cheapest, fixed_ms)
-
-    def emitted(numbers: Sequence[int]) -> list[float]:
-        return [1.0 + of[:n].sum() for of, n in zip(each, numbers, strict=True)]
-
-    def speed(numbers: Sequence[int]) -> float:
-        return float(np.mean(np.log(emitted(numbers))) - np.log(curve[sum(numbers)] + fixed_ms))
-
-    every = itertools.product(*(range(number + 1) for number in offered))
-    assert speed(counts.tolist()) == pytest.approx(max(map(speed, every)))
-    assert tokens.tolist() == pytest.approx(emitted(counts.tolist()))
-    assert step_ms == curve[counts.sum()] + fixed_ms

@@ -9,8 +9,8 @@ import pytest
 from vllm_tokenswift.cli import main
 from vllm_tokenswift.draft.planner.cost_model import CostModel
 from vllm_tokenswift.draft.planner.planner import Planner
-from vllm_tokenswift.draft.replay import noisy_heads, replay
 from vllm_tokenswift.explain.record import PROMPT, Iteration, Record
+from vllm_tokenswift.explain.replay import noisy_heads, replay
 from vllm_tokenswift.explain.replayed import ReplayRecorder
 from vllm_tokenswift.explain.stretches import regret_report, stretches, table, total
 from vllm_tokenswift.explain.times import times_of

@@ -10,8 +10,8 @@ import pytest
 
 from vllm_tokenswift.draft.planner.cost_model import CostModel
 from vllm_tokenswift.draft.planner.planner import Planner
-from vllm_tokenswift.draft.replay import replay
 from vllm_tokenswift.explain.record import Record, read_record
+from vllm_tokenswift.explain.replay import replay
 from vllm_tokenswift.explain.replayed import ReplayRecorder
 
 COST = CostModel(verify_points=((1, 10.0), (17, 12.0)), chain_ms=0.1)

@@ -9,9 +9,9 @@ import pytest
 from vllm_tokenswift.draft.draft_state import DraftState
 from vllm_tokenswift.draft.planner.cost_model import CostModel
 from vllm_tokenswift.draft.planner.planner import PlanMode, Planner
-from vllm_tokenswift.draft.replay import noisy_heads, replay
 from vllm_tokenswift.explain.record import NO_NODES, PROMPT, Iteration, Record
 from vllm_tokenswift.explain.regret import Regret, longest_proposals, regrets
+from vllm_tokenswift.explain.replay import noisy_heads, replay
 from vllm_tokenswift.explain.replayed import ReplayRecorder
 from vllm_tokenswift.explain.times import times_of
 from vllm_tokenswift.options import TokenSwiftOptions
@@ -61,7 +61,7 @@ def test_plain_decoding_of_a_new_text_loses_nothing() -> None:
     assert regret_of(NEW, 20, emitted=1) == Regret()
 
 
-def test_a_fully_accepted_longest_offer_loses_nothing() -> None:
+def test_a_fully_accepted_longest_proposal_loses_nothing() -> None:
     # 8 of the loop's tokens are the limit.
     lost = regret_of(LOOP * 2, 15, emitted=9, drafted=nodes(suffix=8), accepted=nodes(suffix=8))
     assert lost.total_ms == pytest.approx(0)
@@ -154,13 +154,13 @@ def test_where_nothing_was_allowed_nothing_is_left_out() -> None:
     assert regret_of(LOOP * 2, 15, emitted=1, decisions=("none",)) == Regret()
 
 
-def test_the_longest_offer_ends_where_another_token_came() -> None:
+def test_the_longest_proposal_ends_where_another_token_came() -> None:
     state = DraftState()
-    state.extend([1, 2, 3, 4, 5, 6, 1, 2])
-    assert state.longest_offer([3, 4, 5, 6, 1]) == 5
-    assert state.longest_offer([3, 4, 9, 6]) == 2
-    assert state.longest_offer([9]) == 0
-    assert state.longest_offer([]) == 0
+    state.append_tokens([1, 2, 3, 4, 5, 6, 1, 2])
+    assert state.longest_proposal([3, 4, 5, 6, 1]) == 5
+    assert state.longest_proposal([3, 4, 9, 6]) == 2
+    assert state.longest_proposal([9]) == 0
+    assert state.longest_proposal([]) == 0
 
 
 @pytest.mark.parametrize("mode", ["auto", "fixed"])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vllm_tokenswift.draft.exponential_noise import MURMUR
-from vllm_tokenswift.draft.gumbel_noise import GumbelNoise
+from vllm_tokenswift.draft.gumbel_noise import MURMUR, GumbelNoise
 from vllm_tokenswift.sampling.position_noise import PositionDraws
 
 _MASK64 = (1 << 64) - 1

@@ -28,9 +28,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_tokenswift.draft.planner.best_group import best_group
-from vllm_tokenswift.draft.planner.planner import PlannedRequest, Planner
+from vllm_tokenswift.draft.planner.planner import Planner, StepPlan
 from vllm_tokenswift.draft.planner.self_draft_acceptance import SelfDraftAcceptance, SelfDraftPath
+from vllm_tokenswift.draft.planner.source_benefit import best_group
 from vllm_tokenswift.tree import DraftTree
 
 # What the first pass says while nobody has looked at it.
@@ -41,8 +41,10 @@ _SURE = SelfDraftPath(tokens=[], reach=[1.0], ages=[])
 class PathEnd:
     """Where the passes of one request stand.
 
-    age: of the blocks that another pass reads (``self_draft_acceptance.py``), None where there
-        can be none.
+    Attributes:
+        path: what they said so far.
+        age: of the blocks that another pass reads, in tokens (``self_draft_acceptance.py``);
+            None where there can be none.
     """
 
     path: SelfDraftPath
@@ -50,9 +52,10 @@ class PathEnd:
 
 
 class SelfDraftPlanner:
-    """The planner's decisions on passes in a row and on their blocks; they are plan "auto"'s.
+    """The planner's decisions on multi-step self-draft and on its blocks; they are plan "auto"'s.
 
-    Of the requests it is given all are of the step, as they were before their passes.
+    Args:
+        planner: the engine's.
     """
 
     def __init__(self, planner: Planner) -> None:
@@ -63,92 +66,80 @@ class SelfDraftPlanner:
         """Whether there is anything to decide."""
         return self._planner.mode == "auto" and bool(self._planner.cost.draft_points)
 
-    def may_go_on(
-        self,
-        requests: Sequence[PlannedRequest],
-        ages: Sequence[int | None],
-        passed: Sequence[bool],
-        num_other_tokens: int = 0,
-    ) -> bool:
+    def may_go_on(self, plan: StepPlan, ages: Sequence[int | None], passed: Sequence[bool]) -> bool:
         """Whether another pass might pay once the first is run, whatever that one says.
 
-        ages: of the blocks another pass reads (:class:`PathEnd`). passed: who has a pass.
+        Args:
+            plan: of the step without passes.
+            ages: ``[requests]``, of the blocks another pass reads (:class:`PathEnd`).
+            passed: ``[requests]``, who has a pass.
         """
         ends = [PathEnd(_SURE, age) if has else None for age, has in zip(ages, passed, strict=True)]
-        return bool(self._best(requests, ends, num_other_tokens))
+        return bool(self._best(plan, ends))
 
-    def go_on(
-        self,
-        requests: Sequence[PlannedRequest],
-        ends: Sequence[PathEnd | None],
-        num_other_tokens: int = 0,
-    ) -> list[bool]:
+    def go_on(self, plan: StepPlan, ends: Sequence[PathEnd | None]) -> list[bool]:
         """For which requests one more pass in a row is worth its time.
 
-        ends: None where there was no pass.
+        Args:
+            plan: of the step without passes.
+            ends: ``[requests]``, None where there was no pass.
         """
-        chosen = self._best(requests, ends, num_other_tokens)
-        wanted = [False] * len(requests)
-        for index in chosen:
-            wanted[index] = True
+        chosen = self._best(plan, ends)
+        wanted = [False] * len(ends)
+        for place in chosen:
+            wanted[place] = True
         self._planner.decisions["self_draft_again"] += len(chosen)
         return wanted
 
-    def _best(
-        self,
-        requests: Sequence[PlannedRequest],
-        ends: Sequence[PathEnd | None],
-        num_other_tokens: int,
-    ) -> list[int]:
+    def _best(self, plan: StepPlan, ends: Sequence[PathEnd | None]) -> list[int]:
         """Who goes on."""
         eligible = [
             end is not None and end.age is not None and request.limit > len(end.path.reach)
-            for request, end in zip(requests, ends, strict=True)
+            for request, end in zip(plan.requests, ends, strict=True)
         ]
         if not self.is_asked or not any(eligible):
             return []
         planner = self._planner
-        plan = planner.plan_once(requests, num_other_tokens)
         tokens, extra = [], []
-        for request, end, count, plain in zip(
-            requests, ends, plan.counts, plan.tokens_without_pass(), strict=True
+        for place, (request, end, plain) in enumerate(
+            zip(plan.requests, ends, plan.tokens_without_pass(), strict=True)
         ):
-            own, tree = request.state.own_tokens, request.state.tree(count)
-            tokens.append(plain if end is None else max(plain, expected_tokens(end.path, own)))
-            extra.append(0.0 if end is None else tokens_of_another(end, own, tree))
+            acceptance = request.state.self_draft_acceptance
+            if end is None:
+                tokens.append(plain)
+                extra.append(0.0)
+            else:
+                tokens.append(max(plain, expected_tokens(end.path, acceptance)))
+                extra.append(tokens_of_another(end, acceptance, plan.tree(place)))
         passes = [0 if end is None else len(end.path.reach) for end in ends]
-        said = sum(passes)
-        passes_ms = planner.passes_ms(requests, passes) + planner.nodes_ms(plan, said)
+        num_passes = sum(passes)
+        passes_ms = planner.passes_ms(plan.requests, passes) + planner.nodes_ms(plan, num_passes)
 
         pass_ms = [
             planner.cost.draft_pass_ms(planner.budget * count, count)
-            + planner.nodes_ms(plan, count, besides=said)
+            + planner.nodes_ms(plan, count, besides=num_passes)
             for count in range(1, sum(eligible) + 1)
         ]
         step_ms = plan.step_ms + passes_ms
         return best_group(extra, eligible, tokens, step_ms, pass_ms)
 
-    def wants_fresh_blocks(
-        self,
-        requests: Sequence[PlannedRequest],
-        selected: Sequence[bool],
-        num_other_tokens: int = 0,
-    ) -> list[bool]:
+    def wants_fresh_blocks(self, plan: StepPlan, selected: Sequence[bool]) -> list[bool]:
         """For which requests the next pass should select its blocks again.
 
-        selected: who has a pass and a selection that nothing else renews now.
+        Args:
+            plan: of the step without passes.
+            selected: ``[requests]``, who has a pass and a selection that nothing else renews now.
         """
         lost = [
-            request.state.own_tokens.lost if has else 0.0
-            for request, has in zip(requests, selected, strict=True)
+            request.state.self_draft_acceptance.lost if has else 0.0
+            for request, has in zip(plan.requests, selected, strict=True)
         ]
         if not self.is_asked or not any(lost):
-            return [False] * len(requests)
+            return [False] * len(lost)
         planner = self._planner
-        plan = planner.plan_once(requests, num_other_tokens)
         pace = sum(plan.tokens_without_pass()) / plan.step_ms
         wanted = []
-        for request, tokens in zip(requests, lost, strict=True):
+        for request, tokens in zip(plan.requests, lost, strict=True):
             cost = planner.cost
             whole_ms = max(cost.verify_ms(1, request.context_len), cost.host_bound_ms)
             price = pace * (whole_ms + cost.drafting_ms - planner.passes_ms([request], [1]))
@@ -157,17 +148,28 @@ class SelfDraftPlanner:
         return wanted
 
 
-def expected_tokens(path: SelfDraftPath, own: SelfDraftAcceptance) -> float:
-    """Tokens of an iteration whose passes end here."""
-    return 1.0 + sum(path.reach) + path.reach[-1] * own.after
+def expected_tokens(path: SelfDraftPath, acceptance: SelfDraftAcceptance) -> float:
+    """Tokens of an iteration whose passes end here.
+
+    Args:
+        path: that the passes said.
+        acceptance: what the request's paths taught.
+    """
+    return 1.0 + sum(path.reach) + path.reach[-1] * acceptance.after
 
 
-def tokens_of_another(end: PathEnd, own: SelfDraftAcceptance, tree: DraftTree) -> float:
-    """Tokens that another pass adds; tree: planned without passes."""
+def tokens_of_another(end: PathEnd, acceptance: SelfDraftAcceptance, tree: DraftTree) -> float:
+    """Tokens that another pass adds.
+
+    Args:
+        end: where the passes stand.
+        acceptance: what the request's paths taught.
+        tree: planned without passes.
+    """
     if end.age is None:
         return 0.0
-    rate = own.further_rate(end.age)
-    others = max(_chance_below(tree, end.path.tokens), (1.0 - rate) * own.after)
+    rate = acceptance.further_rate(end.age)
+    others = max(_chance_below(tree, end.path.tokens), (1.0 - rate) * acceptance.after)
     return end.path.reach[-1] * max(0.0, rate - others)
 
 

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 
+from vllm_tokenswift.common.arrays import Floats
 from vllm_tokenswift.common.running_mean import RunningMean
-from vllm_tokenswift.draft.acceptance import Floats, head_rate
+from vllm_tokenswift.draft.acceptance import head_rate
 from vllm_tokenswift.draft.gumbel_noise import GumbelNoise
 from vllm_tokenswift.tree import Source
 
@@ -36,8 +37,10 @@ _KEPT_UNASKED = 1 - 1 / 128
 class SelfDraftPath:
     """What an iteration's passes said of one request, as far as it was followed.
 
-    tokens: of each pass the one followed. reach: the learned chance that the path comes as far
-    as each. ages: of each pass.
+    Attributes:
+        tokens: of each pass the one followed.
+        reach: the learned chance that the path comes as far as each.
+        ages: of each pass, in tokens.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -52,14 +55,22 @@ class SelfDraftPath:
         cells: Floats,
         noise: GumbelNoise | None,
     ) -> int:
-        """Goes on along the likeliest token that a pass offers; returns its place among them.
+        """Goes on along the likeliest token that a pass proposes.
 
-        cells: of the request's gains.
+        Args:
+            tokens: that it proposes.
+            probabilities: of each.
+            age: of the pass, in tokens.
+            cells: the request's learned acceptance.
+            noise: that will decide its samples.
+
+        Returns:
+            The token's place among them.
         """
         depth = len(self.tokens)
         if noise is not None:
-            offered = zip(tokens, probabilities, strict=True)
-            probabilities = [noise.chance(p, depth, token) for token, p in offered]
+            proposed = zip(tokens, probabilities, strict=True)
+            probabilities = [noise.chance(p, depth, token) for token, p in proposed]
         place = max(range(len(tokens)), key=probabilities.__getitem__)
         rate = head_rate(cells, int(Source.SELF), probabilities[place], depth + 1)
         self.reach.append((self.reach[-1] if depth else 1.0) * rate)
@@ -75,28 +86,32 @@ class SelfDraftAcceptance:
         self._first = [_Mean() for _ in range(len(_AGE_EDGES) + 1)]  # by age
         self._further = _Mean()
         self._after = _Mean()
-        self._said: SelfDraftPath | None = None
+        self._path: SelfDraftPath | None = None
         self._age = 0
         self._since_selection = [0] * len(self._first)  # tokens said, by age
 
-    def said(self, path: SelfDraftPath) -> None:
-        """This step's passes, one at least; :meth:`observe` tells what came."""
-        self._said = path
+    def note_path(self, path: SelfDraftPath) -> None:
+        """This step's passes, one at least; :meth:`observe_tokens` tells what came."""
+        self._path = path
         if path.ages[0] < self._age:
             self._since_selection = [0] * len(self._since_selection)
         self._age = path.ages[0]
         for age in path.ages:
             self._since_selection[_bucket(age)] += 1
 
-    def observe(self, tokens: Sequence[int]) -> int:
-        """The iteration emitted ``tokens``, one at least.
+    def observe_tokens(self, tokens: Sequence[int]) -> int:
+        """Learns from what an iteration emitted.
 
-        Returns how many of them are the further passes': those of the path, the first left out.
-        The first pass would have brought the rest by itself.
+        Args:
+            tokens: emitted, one at least.
+
+        Returns:
+            How many of them are the further passes': those of the path, the first left out. The
+            first pass would have brought the rest by itself.
         """
-        if self._said is None:
+        if self._path is None:
             return 0
-        path, self._said = self._said, None
+        path, self._path = self._path, None
         if len(path.tokens) == 1:
             self._further.weight *= _KEPT_UNASKED
         # What follows the tokens emitted is not known yet.

@@ -12,11 +12,12 @@ iteration with heads is compared with itself.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
+from math import log1p
 
-import numpy as np
-
+from vllm_tokenswift.common.arrays import Ints
 from vllm_tokenswift.common.running_mean import RunningMean
-from vllm_tokenswift.draft.tree_builder import TAKEN_COLUMNS, Ints
+from vllm_tokenswift.draft.tree_builder import NO_NODES
 
 # Expected tokens of an iteration without the source, at which a bucket begins.
 _EXPECTED_EDGES = (1.3, 1.8, 2.5, 4.0, 7.0)
@@ -33,20 +34,20 @@ _MEMORY = 32.0
 _LONG_AGO = 1 << 30
 _MAX_BACKOFF = 8
 
-NO_NODES: Ints = np.empty((0, TAKEN_COLUMNS), np.int32)
-
 
 class SourceBenefit:
     """Tokens an iteration emits beyond what is expected of it, without the source and with it.
 
     Kept apart by that expectation: where the text is surely continued the source adds little.
 
-    prior: tokens it is taken to add before anything was seen. prior_weight: iterations that
-        this counts for.
+    Args:
+        prior: tokens it is taken to add before anything was seen.
+        prior_weight: iterations that this counts for.
 
-    ``asked_last``: what was decided last. ``nodes``: drafted because of the source, on average.
-    ``planned``: the nodes that were planned without it when it was asked last, as
-    :func:`~vllm_tokenswift.draft.tree_builder.take_best_first` gives them.
+    Attributes:
+        asked_last: what was decided last.
+        nodes_without: the nodes that were planned without it when it was asked last, of
+            :class:`~vllm_tokenswift.draft.tree_builder.DraftedNodes`.
     """
 
     def __init__(self, prior: float, prior_weight: float = _PRIOR_WEIGHT) -> None:
@@ -55,70 +56,122 @@ class SourceBenefit:
         self._added = [RunningMean(_MEMORY, prior, prior_weight) for _ in range(size)]
         self._nodes = RunningMean(_MEMORY, _NODES_PRIOR, _PRIOR_WEIGHT)
         self.asked_last = False
-        self.planned = NO_NODES
+        self.nodes_without = NO_NODES
         self._awaits_drafts = False
         self._pending: tuple[float, bool, float] | None = None
-        self._steps_since_pass = 0
+        self._steps_since_use = 0
         self._backoff = 1
 
     @property
-    def nodes(self) -> float:
+    def mean_nodes(self) -> float:
+        """Nodes drafted because of the source, on average."""
         return self._nodes.mean
 
-    def tokens(self, expected: float, with_pass: bool) -> float:
-        """Tokens to count on where the plan without the source expects ``expected``."""
-        bucket = bisect_right(_EXPECTED_EDGES, expected)
-        tokens = max(1.0, expected + self._beyond[bucket].mean)
-        return tokens + self._added[bucket].mean if with_pass else tokens
+    def expected_tokens(self, planned: float, with_source: bool) -> float:
+        """Tokens of an iteration to count on.
+
+        Args:
+            planned: tokens that the plan without the source expects.
+            with_source: whether the source is used.
+        """
+        bucket = bisect_right(_EXPECTED_EDGES, planned)
+        tokens = max(1.0, planned + self._beyond[bucket].mean)
+        return tokens + self._added[bucket].mean if with_source else tokens
 
     def wants_probe(self, interval: float) -> bool:
         """Whether the last trial is long enough ago to ask again.
 
-        interval: decisions between trials that the time set aside for them allows; stretched
-        while trials fail. A trial that paid is repeated at once.
-        """
-        return self._steps_since_pass >= interval * self._backoff
+        A trial that paid is repeated at once.
 
-    def decided(
-        self, expected: float, with_pass: bool, to_pay: float, planned: Ints = NO_NODES
+        Args:
+            interval: decisions between trials that the time set aside for them allows;
+                stretched while trials fail.
+        """
+        return self._steps_since_use >= interval * self._backoff
+
+    def note_decision(
+        self, planned: float, with_source: bool, to_pay: float, nodes_without: Ints = NO_NODES
     ) -> None:
-        """Remember a decision; :meth:`drafted` and :meth:`observe` tell how it ended.
+        """Remembers a decision; :meth:`observe_drafted` and :meth:`observe_emitted` tell how it
+        ended.
 
-        to_pay: tokens added that pay for the source. planned: see :class:`SourceBenefit`; kept.
+        Args:
+            planned: tokens that the plan without the source expects.
+            with_source: what was decided.
+            to_pay: tokens added that pay for the source.
+            nodes_without: see :class:`SourceBenefit`; kept.
         """
-        self.asked_last = with_pass
-        self.planned = planned
-        self._awaits_drafts = with_pass
-        self._pending = (expected, with_pass, to_pay)
-        self._steps_since_pass = 0 if with_pass else self._steps_since_pass + 1
+        self.asked_last = with_source
+        self.nodes_without = nodes_without
+        self._awaits_drafts = with_source
+        self._pending = (planned, with_source, to_pay)
+        self._steps_since_use = 0 if with_source else self._steps_since_use + 1
 
-    def drafted(self, num_nodes: int) -> None:
+    def observe_drafted(self, num_nodes: int) -> None:
         """How many nodes were drafted upon the last decision; without the source, no news."""
         if self._awaits_drafts:
             self._awaits_drafts = False
-            self._nodes.observe(max(0, num_nodes - len(self.planned)))
+            self._nodes.observe(max(0, num_nodes - len(self.nodes_without)))
 
-    def observe(self, num_tokens: int, num_without: int | None = None) -> None:
-        """The iteration decided on last emitted ``num_tokens``.
+    def observe_emitted(self, num_tokens: int, num_without: int | None = None) -> None:
+        """What the iteration decided on last emitted.
 
-        num_without: what it would have emitted without the source, where it had it and that is
-        known; else what such iterations emit stands for it.
+        Args:
+            num_tokens: emitted.
+            num_without: what it would have emitted without the source, where it had it and that
+                is known; else what such iterations emit stands for it.
         """
         if self._pending is None:
             return
-        expected, with_pass, to_pay = self._pending
+        planned, with_source, to_pay = self._pending
         self._pending = None
-        bucket = bisect_right(_EXPECTED_EDGES, expected)
-        if not with_pass:
-            self._beyond[bucket].observe(num_tokens - expected)
+        bucket = bisect_right(_EXPECTED_EDGES, planned)
+        if not with_source:
+            self._beyond[bucket].observe(num_tokens - planned)
             return
         if num_without is not None:
-            self._beyond[bucket].observe(num_without - expected)
-        without = self.tokens(expected, with_pass=False) if num_without is None else num_without
+            self._beyond[bucket].observe(num_without - planned)
+        without: float | None = num_without
+        if without is None:
+            without = self.expected_tokens(planned, with_source=False)
         added = num_tokens - without
         self._added[bucket].observe(added)
         if added >= to_pay:
             self._backoff = 1
-            self._steps_since_pass = _LONG_AGO
+            self._steps_since_use = _LONG_AGO
         else:
             self._backoff = min(self._backoff * 2, _MAX_BACKOFF)
+
+
+def best_group(
+    extra: Sequence[float],
+    eligible: Sequence[bool],
+    tokens: Sequence[float],
+    ms: float,
+    source_ms: Sequence[float],
+) -> list[int]:
+    """The requests with whom a source makes the batch's step the fastest, best first.
+
+    Fastest as ``planner.py`` has it: those who use a source share its cost.
+
+    Args:
+        extra: ``[requests]``, tokens that the source adds to each.
+        eligible: ``[requests]``, who may use it.
+        tokens: ``[requests]``, of each without it.
+        ms: of the step without it.
+        source_ms: what it costs for one eligible request, for two together and so on.
+
+    Returns:
+        Places of requests, none where it only slows down.
+    """
+    order = sorted(
+        (index for index, may in enumerate(eligible) if may),
+        key=lambda i: (-extra[i] / tokens[i], i),
+    )
+    best, best_speed, sum_of_logs = 0, 0.0, 0.0
+    for count, index in enumerate(order, start=1):
+        sum_of_logs += log1p(max(extra[index], -0.99 * tokens[index]) / tokens[index])
+        speed = sum_of_logs - len(tokens) * log1p(source_ms[count - 1] / ms)
+        if speed > best_speed:
+            best_speed, best = speed, count
+    return order[:best]

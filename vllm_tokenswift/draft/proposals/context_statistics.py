@@ -4,61 +4,49 @@ For the last token, the last two and the last three there is a list each of what
 how often: a *weight* that halves every 3,000 tokens, because a long text drifts. Mixed, they come
 near the target's own distribution where a text goes on in its own words without repeating
 itself; and with a distribution and the noise that will decide the sample
-(``draft/gumbel_noise.py``) the likeliest draft is ``argmax q / E``. After 60,000 sampled tokens 31
-nodes chosen so brought 4.8 tokens an iteration; without forgetting 4.1, and n-grams and longest
-matches by themselves 3.2.
+(``draft/gumbel_noise.py``) the likeliest draft is ``argmax q / E``.
 
 A token that was drawn says which one it was. The target said more when it was drawn: what it
 found likeliest there, and how likely; and it said so at the drafts too that it did not accept,
 whose contexts often come a little later (``draft/top_tokens.py``; Luo et al., "Turning Trash into
-Treasure", 2024, keep such candidates by the last token). Where that was heard, each of those is
-counted by its probability instead of the drawn one by 1. On a text's tokens 6,000 to 6,600 that
-took 1.42 tokens an iteration to 1.50, and with the drafts not accepted to 1.62.
+Treasure", 2024, keep such candidates by the last token). Where these top-k are known, each of
+them is counted by its probability instead of the drawn one by 1.
 
 Lists lie in a *pool* and move to a larger place when they are full, so a context that was seen
 once takes little room. A list holds the weightiest followers, the newest of equals first;
 where it may not grow, a new follower takes the place of the last or wears it down.
 
 At most ``MOST_CONTEXTS`` are kept: when there are as many, the lighter half of them is dropped,
-which are those that were heard of long ago, or only as unlikely.
+which are those that were seen long ago, or only as unlikely.
 """
 
 from __future__ import annotations
 
-from math import exp
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from vllm_tokenswift.common.arrays import Floats, Ints, Longs, Weights
 from vllm_tokenswift.common.compiled import entry, inner
 from vllm_tokenswift.common.hashing import hashed
-from vllm_tokenswift.draft.exponential_noise import exponential
 from vllm_tokenswift.draft.top_tokens import TOP_K, TopKRows, VerifyTopK
 
-Ints = npt.NDArray[np.int32]
-Longs = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-Weights = npt.NDArray[np.float32]
-ContextArrays = tuple[Longs, Ints, Weights, Ints, Ints]
-
-# Tokens of the longest context. A fourth brought nothing more.
+# Tokens of the longest context.
 ORDERS = 3
 # Followers that a list has room for: at first, and at most.
 _FEWEST, _MOST = 2, 16
 MOST_FOLLOWERS = ORDERS * _MOST
-# SamplingNumbers of the pool that the lists of a context may take for one token: all its sizes.
+# Numbers of the pool that the lists of a context may take for one token: all its sizes.
 _MOST_ADDED = 4 * _MOST
 # Contexts of a text that are kept.
 MOST_CONTEXTS = 1 << 15
-# Tokens after which a weight is half of what it was. 1,000 to 20,000 were tried.
+# Tokens after which a weight is half of what it was.
 _HALF_LIFE = 3000.0
 # A context of weight N with d followers that were drawn, each seen for the first time (no more than
 # a list holds), has a share of N / (N + 1 + 4 d) in the mixture; the shorter ones share the rest
 # (Witten and Bell, 1991). What the target said itself is no sample of it, and leaves d as it was.
-# 1, 2 and 4 were tried, and 4 was best or as good; instead of 1, 0.25 to 2 made no difference.
 _UNSEEN = 4.0
 _UNSAID = 1.0
-_LEAST_NOISE = 1e-9
 
 # Columns of the table: where the list lies in the pool, how many followers it has room for, how
 # many it holds, how many were new to it when they were drawn, and when its weights were last
@@ -67,6 +55,27 @@ _PLACE, _ROOM, _LISTED, _DISTINCT, _WHEN = 0, 1, 2, 3, 4
 _COLUMNS = 5
 # What is counted: rows of the table and numbers of the pool in use, tokens.
 _ROWS, _POOL, _LENGTH = 0, 1, 2
+
+ContextArrays = tuple[Longs, Ints, Weights, Ints, Ints]
+"""A :class:`Contexts` on its way into compiled code."""
+
+
+class Contexts(NamedTuple):
+    """The arrays of a :class:`ContextTable`.
+
+    Attributes:
+        keys: int64 ``[.]``, a hash table of contexts.
+        table: int32 ``[., 5]``, see above.
+        pool: float32 ``[.]``, tokens (below 2 ** 24) and weights in turns.
+        counts: int32 ``[3]``, see above.
+        recent: int32 ``[ORDERS]``, the newest tokens, the newest first, -1 where there is none.
+    """
+
+    keys: Longs
+    table: Ints
+    pool: Weights
+    counts: Ints
+    recent: Ints
 
 
 @inner
@@ -113,7 +122,9 @@ def _fade(table: Ints, pool: Weights, now: int, row: int) -> None:
 
 
 @inner
-def _add(table: Ints, pool: Weights, counts: Ints, row: int, token: int, weight: float) -> bool:
+def _add_follower(
+    table: Ints, pool: Weights, counts: Ints, row: int, token: int, weight: float
+) -> bool:
     """A context is followed by a token so often more; returns whether that is new to the list."""
     place, room, listed = table[row, _PLACE], table[row, _ROOM], table[row, _LISTED]
     for at in range(place, place + 2 * listed, 2):
@@ -165,8 +176,7 @@ def _list_of(keys: Longs, table: Ints, pool: Weights, counts: Ints, key: int, nu
 
 
 @inner
-def _go_on(recent: Ints, counts: Ints, token: int) -> None:
-    """A token becomes the newest."""
+def _make_newest(recent: Ints, counts: Ints, token: int) -> None:
     for order in range(ORDERS - 1, 0, -1):
         recent[order] = recent[order - 1]
     recent[0] = token
@@ -174,10 +184,9 @@ def _go_on(recent: Ints, counts: Ints, token: int) -> None:
 
 
 @entry
-def _extend(
-    keys: Longs, table: Ints, pool: Weights, counts: Ints, recent: Ints, tokens: Ints
-) -> int:
+def _count_tokens(arrays: ContextArrays, tokens: Ints) -> int:
     """Counts tokens as long as there is room for what they add; returns how many."""
+    keys, table, pool, counts, recent = arrays
     for index in range(len(tokens)):
         if not _has_room(keys, pool, counts):
             return index
@@ -187,37 +196,34 @@ def _extend(
                 break
             key = _longer(key, recent[order])
             row = _list_of(keys, table, pool, counts, key, 1)
-            table[row, _DISTINCT] += _add(table, pool, counts, row, tokens[index], 1.0)
-        _go_on(recent, counts, tokens[index])
+            table[row, _DISTINCT] += _add_follower(table, pool, counts, row, tokens[index], 1.0)
+        _make_newest(recent, counts, tokens[index])
     return len(tokens)
 
 
 @entry
-def _hear(
-    keys: Longs,
-    table: Ints,
-    pool: Weights,
-    counts: Ints,
-    recent: Ints,
-    drafts: Ints,
-    parents: Ints,
-    said: TopKRows,
+def _count_top_k(
+    arrays: ContextArrays,
+    tree: tuple[Ints, Ints],
+    top_k: TopKRows,
     probabilities: Weights,
     first: int,
 ) -> int:
-    """Counts what was said at a tree's nodes, from ``first`` on as long as there is room for it;
+    """Counts the top-k of a tree's nodes, from ``first`` on as long as there is room for them;
     returns the number of the next.
 
-    drafts, parents: of the tree that stood behind the newest tokens. probabilities: the same
-    memory as ``said``.
+    tree: tokens and parents of the one that stood behind the newest tokens. probabilities: the
+    same memory as ``top_k``.
     """
-    for node in range(first, len(said)):
+    keys, table, pool, counts, recent = arrays
+    drafts, parents = tree
+    for node in range(first, len(top_k)):
         if not _has_room(keys, pool, counts):
             return node
-        if said[node, 0] < 0:
+        if top_k[node, 0] < 0:
             continue
         number = 0
-        while number < TOP_K and said[node, number] >= 0:
+        while number < TOP_K and top_k[node, number] >= 0:
             number += 1
         key, above, of_text = 0, node, 0
         for _ in range(ORDERS):
@@ -231,15 +237,16 @@ def _hear(
             row = _list_of(keys, table, pool, counts, key, number)
             for place in range(number):
                 probability = probabilities[node, TOP_K + place]
-                _add(table, pool, counts, row, said[node, place], probability)
-    return len(said)
+                _add_follower(table, pool, counts, row, top_k[node, place], probability)
+    return len(top_k)
 
 
 @entry
-def _pass_on(recent: Ints, counts: Ints, tokens: Ints) -> None:
+def _skip_tokens(arrays: ContextArrays, tokens: Ints) -> None:
     """Tokens become the newest, and are not counted."""
+    _, _, _, counts, recent = arrays
     for token in tokens:
-        _go_on(recent, counts, token)
+        _make_newest(recent, counts, token)
 
 
 @inner
@@ -270,8 +277,9 @@ def _total(table: Ints, pool: Weights, row: int) -> float:
 
 
 @entry
-def _weights(keys: Longs, table: Ints, pool: Weights, counts: Ints, weights: Floats) -> None:
+def _weigh_contexts(arrays: ContextArrays, weights: Floats) -> None:
     """Writes what each context weighs now, float64 ``[rows in use]``, in the table's order."""
+    keys, table, pool, counts, _ = arrays
     number = 0
     for row in range(len(keys)):
         if keys[row] != 0:
@@ -282,56 +290,46 @@ def _weights(keys: Longs, table: Ints, pool: Weights, counts: Ints, weights: Flo
 
 @entry
 def _enter_weightier(
-    keys: Longs,
-    table: Ints,
-    pool: Weights,
-    weights: Floats,
-    limit: float,
-    kept_keys: Longs,
-    kept: Ints,
-    kept_pool: Weights,
-    counts: Ints,
+    arrays: ContextArrays, weights: Floats, limit: float, kept_arrays: ContextArrays
 ) -> None:
     """Enters the contexts that weigh more than ``limit`` into an empty table and pool.
 
-    weights: see :func:`_weights`.
+    weights: see :func:`_weigh_contexts`. kept_arrays: with the same counts.
     """
+    contexts, kept = Contexts(*arrays), Contexts(*kept_arrays)
+    counts = kept.counts
     number = counts[_ROWS] = counts[_POOL] = 0
-    for row in range(len(keys)):
-        if keys[row] == 0:
+    for row in range(len(contexts.keys)):
+        if contexts.keys[row] == 0:
             continue
         number += 1
         if weights[number - 1] <= limit:
             continue
-        place = _enter(keys, table, row, kept_keys, kept)
-        kept[place, _PLACE] = counts[_POOL]
-        for index in range(2 * table[row, _LISTED]):
-            kept_pool[counts[_POOL] + index] = pool[table[row, _PLACE] + index]
-        counts[_POOL] += 2 * table[row, _ROOM]
+        place = _enter(contexts.keys, contexts.table, row, kept.keys, kept.table)
+        kept.table[place, _PLACE] = counts[_POOL]
+        for index in range(2 * contexts.table[row, _LISTED]):
+            kept.pool[counts[_POOL] + index] = contexts.pool[contexts.table[row, _PLACE] + index]
+        counts[_POOL] += 2 * contexts.table[row, _ROOM]
         counts[_ROWS] += 1
 
 
 @inner
-def mix_followers(
-    keys: Longs,
-    table: Ints,
-    pool: Weights,
-    counts: Ints,
-    recent: Ints,
-    found: Ints,
-    shares: Floats,
-) -> int:
-    """What followed these newest tokens, by its share in the mixture; returns how many tokens.
+def mix_followers(contexts: Contexts, newest: Ints, found: Ints, shares: Floats) -> int:
+    """What followed some tokens, by its share in the mixture; returns how many tokens did.
 
-    keys, table, pool, counts: of a :class:`ContextTable`. recent: int32 ``[ORDERS]``, the newest
-    first, -1 where there is none. Writes ``found``, int32 ``[MOST_FOLLOWERS]``, the tokens, and
-    ``shares``, which add up to less than 1.
+    Args:
+        contexts: what was counted.
+        newest: int32 ``[ORDERS]``, the tokens, the newest first, -1 where there is none.
+        found: int32 ``[MOST_FOLLOWERS]``, where the followers are written.
+        shares: float64 ``[MOST_FOLLOWERS]``, where their shares are written, which add up to
+            less than 1.
     """
+    keys, table, pool, counts = contexts.keys, contexts.table, contexts.pool, contexts.counts
     number = key = 0
     for order in range(ORDERS):
-        if recent[order] < 0:
+        if newest[order] < 0:
             break
-        key = _longer(key, recent[order])
+        key = _longer(key, newest[order])
         row = _row(keys, key)
         if keys[row] == 0:
             break
@@ -352,122 +350,81 @@ def mix_followers(
     return number
 
 
-@inner
-def likeliest_followers(
-    found: Ints, shares: Floats, number: int, noise_kind: int, key: np.uint64, most: int
-) -> int:
-    """Turns shares into the chances that the noise leaves them, and moves the ``most`` likeliest
-    to the front, likeliest first; returns how many these are.
-
-    A token x would be drawn at the time ``E_x / q_x``, the earliest of all is. Of those found a
-    token's chance is its share of ``q / E``. What was never seen here, of mass u together, comes
-    before it unless its noise, which nobody looks at, is larger: ``exp(-u E_x / q_x)``.
-
-    key: of the position's noise.
-    """
-    unseen, total = 1.0, 0.0
-    for index in range(number):
-        unseen -= shares[index]
-        shares[index] /= max(exponential(noise_kind, key, found[index]), _LEAST_NOISE)
-        total += shares[index]
-    kept = min(number, most)
-    for index in range(number):
-        token, weight = found[index], shares[index]
-        chance = weight / total * exp(-unseen / weight)
-        if index >= kept and shares[kept - 1] >= chance:
-            continue
-        place = min(index, kept - 1)
-        while place > 0 and shares[place - 1] < chance:
-            found[place], shares[place] = found[place - 1], shares[place - 1]
-            place -= 1
-        found[place], shares[place] = token, chance
-    return kept
-
-
 class ContextTable:
     """The followers of one growing text's contexts.
 
-    ``keys``: int64 ``[.]``, a hash table of contexts; ``table``: int32 ``[., 5]``, see above;
-    ``pool``: float32 ``[.]``, tokens (below 2 ** 24) and weights in turns; ``counts``: int32
-    ``[3]``, see above; ``recent``: int32 ``[ORDERS]``, the newest tokens, the newest first.
+    Attributes:
+        arrays: the fields of :class:`Contexts`.
     """
 
     def __init__(self) -> None:
-        self.keys = np.zeros(128, np.int64)
-        self.table = np.zeros((128, _COLUMNS), np.int32)
-        self.pool = np.zeros(1024, np.float32)
-        self.counts = np.zeros(3, np.int32)
-        self.recent = np.full(ORDERS, -1, np.int32)
+        self._keys = np.zeros(128, np.int64)
+        self._table = np.zeros((128, _COLUMNS), np.int32)
+        self._pool = np.zeros(1024, np.float32)
+        self._counts = np.zeros(3, np.int32)
+        self._recent = np.full(ORDERS, -1, np.int32)
+        self._set_arrays()
 
-    @property
-    def arrays(self) -> ContextArrays:
-        """``keys``, ``table``, ``pool``, ``counts`` and ``recent``."""
-        return self.keys, self.table, self.pool, self.counts, self.recent
+    def _set_arrays(self) -> None:
+        self.arrays: ContextArrays = (
+            self._keys,
+            self._table,
+            self._pool,
+            self._counts,
+            self._recent,
+        )
 
-    def extend(self, tokens: Ints) -> None:
-        """Append committed tokens, int32, of which nothing more is known."""
-        done = 0
+    def append_tokens(self, tokens: Ints) -> None:
+        """Takes in committed tokens of which nothing more is known.
+
+        Args:
+            tokens: int32 ``[.]``.
+        """
+        num_done = 0
         while True:
-            done += _extend(
-                self.keys, self.table, self.pool, self.counts, self.recent, tokens[done:]
-            )
-            if done == len(tokens):
+            num_done += _count_tokens(self.arrays, tokens[num_done:])
+            if num_done == len(tokens):
                 return
             self._grow()
 
-    def hear(self, tokens: Ints, heard: VerifyTopK) -> None:
-        """Append the tokens, int32, that a verify pass emitted, and count what it said."""
-        tree, said = heard.tree, heard.top_k
+    def append_verified(self, tokens: Ints, verified: VerifyTopK) -> None:
+        """Takes in tokens that a verify pass emitted, and counts what it found likeliest.
+
+        Args:
+            tokens: int32 ``[.]``, emitted.
+            verified: what the pass said at the nodes it verified.
+        """
+        tree, top_k = (verified.tree.tokens, verified.tree.parents), verified.top_k
         node = 0
         while True:
-            node = _hear(
-                self.keys,
-                self.table,
-                self.pool,
-                self.counts,
-                self.recent,
-                tree.tokens,
-                tree.parents,
-                said,
-                said.view(np.float32),
-                node,
-            )
-            if node == len(said):
+            node = _count_top_k(self.arrays, tree, top_k, top_k.view(np.float32), node)
+            if node == len(top_k):
                 break
             self._grow()
-        _pass_on(self.recent, self.counts, tokens)
+        _skip_tokens(self.arrays, tokens)
 
     def _grow(self) -> None:
         """Doubles what is full, or nearly, or drops contexts where there are enough."""
-        num_rows, in_pool, _ = self.counts.tolist()
+        num_rows, in_pool, _ = self._counts.tolist()
         if num_rows + ORDERS > MOST_CONTEXTS:
             self.drop_lighter()
             return
-        if 2 * (num_rows + ORDERS) > len(self.keys):
-            keys = np.zeros(2 * len(self.keys), np.int64)
+        if 2 * (num_rows + ORDERS) > len(self._keys):
+            keys = np.zeros(2 * len(self._keys), np.int64)
             table = np.zeros((len(keys), _COLUMNS), np.int32)
-            _enter_rows(self.keys, self.table, keys, table)
-            self.keys, self.table = keys, table
-        if in_pool + ORDERS * _MOST_ADDED > len(self.pool):
-            self.pool = np.concatenate((self.pool, np.zeros_like(self.pool)))
+            _enter_rows(self._keys, self._table, keys, table)
+            self._keys, self._table = keys, table
+        if in_pool + ORDERS * _MOST_ADDED > len(self._pool):
+            self._pool = np.concatenate((self._pool, np.zeros_like(self._pool)))
+        self._set_arrays()
 
     def drop_lighter(self) -> None:
         """Drops the contexts that weigh no more than the middle one of them."""
-        weights = np.empty(self.counts[_ROWS])
-        _weights(self.keys, self.table, self.pool, self.counts, weights)
+        weights = np.empty(self._counts[_ROWS])
+        _weigh_contexts(self.arrays, weights)
         median = float(np.partition(weights, len(weights) // 2)[len(weights) // 2])
-        keys, table, pool = map(np.zeros_like, (self.keys, self.table, self.pool))
-        _enter_weightier(
-            self.keys, self.table, self.pool, weights, median, keys, table, pool, self.counts
-        )
-        self.keys, self.table, self.pool = keys, table, pool
-
-
-NO_CONTEXTS: ContextArrays = (
-    np.zeros(0, np.int64),
-    np.zeros((0, _COLUMNS), np.int32),
-    np.zeros(0, np.float32),
-    np.zeros(3, np.int32),
-    np.full(ORDERS, -1, np.int32),
-)
-"""The arrays of a table that nothing was counted in."""
+        keys, table, pool = map(np.zeros_like, (self._keys, self._table, self._pool))
+        kept: ContextArrays = (keys, table, pool, self._counts, self._recent)
+        _enter_weightier(self.arrays, weights, median, kept)
+        self._keys, self._table, self._pool = keys, table, pool
+        self._set_arrays()

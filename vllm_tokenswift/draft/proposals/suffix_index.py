@@ -15,12 +15,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from vllm_tokenswift.common.arrays import Ints
 from vllm_tokenswift.common.compiled import entry, inner
 from vllm_tokenswift.common.hashing import hashed
-
-Ints = npt.NDArray[np.int32]
 
 MEASURED_BEYOND = 128
 _TEXT_START = -1  # stands before position 0 and equals no token
@@ -30,7 +28,26 @@ _TEXT_START = -1  # stands before position 0 and equals no token
 _FROM, _BY, _TO, _DEPTH, _LATEST = 0, 1, 2, 3, 4
 _EDGE_COLUMNS = 5
 # What is counted. The root is a node.
-_LENGTH, _NODES, _EDGES = 0, 1, 2
+LENGTH, _NODES, _EDGES = 0, 1, 2
+
+SuffixArrays = tuple[Ints, Ints, Ints, int]
+"""A :class:`Suffixes` on its way into compiled code."""
+
+
+class Suffixes(NamedTuple):
+    """The arrays of a :class:`SuffixIndex`.
+
+    Attributes:
+        text: int32 ``[.]``, a sentinel, the tokens, room for more.
+        edges: int32 ``[., 5]``, see above.
+        counts: int32 ``[3]``, see above.
+        max_match: tokens that are matched exactly, 0 where there is no matching.
+    """
+
+    text: Ints
+    edges: Ints
+    counts: Ints
+    max_match: int
 
 
 @inner
@@ -99,24 +116,25 @@ def _index(text: Ints, edges: Ints, counts: Ints, end: int, max_match: int) -> N
 
 
 @inner
-def append_to_text(text: Ints, edges: Ints, counts: Ints, max_match: int, tokens: Ints) -> int:
+def append_to_text(index: Suffixes, tokens: Ints) -> int:
     """Appends tokens as long as there is room for what they add; returns how many."""
-    for index in range(len(tokens)):
-        length = counts[_LENGTH]
+    text, edges, counts = index.text, index.edges, index.counts
+    for place in range(len(tokens)):
+        length = counts[LENGTH]
         # A hypothetical token goes behind the last.
         if length + 2 >= len(text) or 2 * (counts[_EDGES] + 2) > len(edges):
-            return index
+            return place
         # The newest token's context stays out, so that looking it up cannot find itself.
         if length > 0:
-            _index(text, edges, counts, length, max_match)
-        text[length + 1] = tokens[index]
-        counts[_LENGTH] = length + 1
+            _index(text, edges, counts, length, index.max_match)
+        text[length + 1] = tokens[place]
+        counts[LENGTH] = length + 1
     return len(tokens)
 
 
 @entry
-def _extend(text: Ints, edges: Ints, counts: Ints, max_match: int, tokens: Ints) -> int:
-    return append_to_text(text, edges, counts, max_match, tokens)
+def _append_tokens(text: Ints, edges: Ints, counts: Ints, max_match: int, tokens: Ints) -> int:
+    return append_to_text(Suffixes(text, edges, counts, max_match), tokens)
 
 
 @entry
@@ -129,13 +147,14 @@ def _enter_edges(edges: Ints, larger: Ints) -> None:
                 larger[place, column] = edges[row, column]
 
 
-@entry
-def find_matches(text: Ints, edges: Ints, end: int, max_match: int, max_matches: int) -> Ints:
+@inner
+def find_matches(index: Suffixes, end: int, max_matches: int) -> Ints:
     """Earlier occurrences of the text that ends at a place, the longest first.
 
     int32 ``[matches, 2]``: how many tokens are equal, and the place at which they end. Each
     is followed by another token than all before it.
     """
+    text, edges, max_match = index.text, index.edges, index.max_match
     path = np.empty((max_match, 2), np.int32)  # as returned, but the shortest first
     steps = node = depth = 0
     while depth < max_match:
@@ -151,21 +170,28 @@ def find_matches(text: Ints, edges: Ints, end: int, max_match: int, max_matches:
             break
         node, depth = child, below
     matches = np.empty((max_matches, 2), np.int32)
-    found = 0
-    while steps > 0 and found < max_matches:
+    num_found = 0
+    while steps > 0 and num_found < max_matches:
         steps -= 1
         length, other = path[steps, 0], path[steps, 1]
         follower = text[other + 1]
         is_new = True
-        for earlier in range(found):
+        for earlier in range(num_found):
             is_new = is_new and text[matches[earlier, 1] + 1] != follower
         if is_new:
             if length == max_match:
                 limit = min(other, max_match + MEASURED_BEYOND)
                 length = _shared(text, end, other, length, limit)
-            matches[found, 0], matches[found, 1] = length, other
-            found += 1
-    return matches[:found]
+            matches[num_found, 0], matches[num_found, 1] = length, other
+            num_found += 1
+    return matches[:num_found]
+
+
+@entry
+def _find_matches(
+    text: Ints, edges: Ints, counts: Ints, max_match: int, end: int, max_matches: int
+) -> Ints:
+    return find_matches(Suffixes(text, edges, counts, max_match), end, max_matches)
 
 
 @entry
@@ -183,9 +209,11 @@ def continuation(text: Ints, end: int, other: int, length: int) -> Ints:
 
 
 class Match(NamedTuple):
-    """An earlier occurrence of the text's end: ``length`` equal tokens, then what followed.
+    """An earlier occurrence of the text's end, and what followed.
 
-    start: text position of the first token after the occurrence.
+    Attributes:
+        length: equal tokens.
+        start: text position of the first token after the occurrence.
     """
 
     length: int
@@ -195,59 +223,92 @@ class Match(NamedTuple):
 class SuffixIndex:
     """Earlier occurrences of the end of one growing text.
 
-    max_match: matches are found exactly up to this length; beyond it the most recent
-        occurrence of the last ``max_match`` tokens is taken and its true length measured
-        (up to ``max_match`` + 128), because length is what tells how far to trust it.
+    Args:
+        max_match: matches are found exactly up to this length in tokens; beyond it the most
+            recent occurrence of the last ``max_match`` tokens is taken and its true length
+            measured (up to ``max_match`` + 128), because length is what tells how far to
+            trust it.
 
-    ``text``: int32, a sentinel, the tokens, room for more. ``edges``: int32 ``[., 5]``, see
-    above.
+    Attributes:
+        arrays: the fields of :class:`Suffixes`.
+
+    Raises:
+        ValueError: where ``max_match`` is less than 1.
     """
 
     def __init__(self, max_match: int = 16) -> None:
         if max_match < 1:
             raise ValueError(f"max_match must be at least 1 token, got {max_match}")
-        self.max_match = max_match
-        self.text = np.full(64, _TEXT_START, np.int32)
-        self.edges = np.zeros((128, _EDGE_COLUMNS), np.int32)
-        self.counts = np.array([0, 1, 0], np.int32)
+        self._text = np.full(64, _TEXT_START, np.int32)
+        self._edges = np.zeros((128, _EDGE_COLUMNS), np.int32)
+        self._counts = np.array([0, 1, 0], np.int32)
+        self.arrays: SuffixArrays = (self._text, self._edges, self._counts, max_match)
+
+    @classmethod
+    def off(cls) -> SuffixIndex:
+        """An index that keeps no text and finds nothing."""
+        index = cls()
+        index.arrays = (*index.arrays[:3], 0)
+        return index
 
     def __len__(self) -> int:
         """Number of tokens in the text."""
-        return int(self.counts[_LENGTH])
+        return int(self._counts[LENGTH])
 
     @property
     def num_edges(self) -> int:
-        return int(self.counts[_EDGES])
+        """Edges of the trie."""
+        return int(self._counts[_EDGES])
 
-    def extend(self, tokens: Ints) -> None:
-        """Append committed tokens, int32."""
-        done = 0
+    def append_tokens(self, tokens: Ints) -> None:
+        """Takes in committed tokens.
+
+        Args:
+            tokens: int32 ``[.]``.
+        """
+        if self.arrays[-1] == 0:
+            return
+        num_done = 0
         while True:
-            done += _extend(self.text, self.edges, self.counts, self.max_match, tokens[done:])
-            if done == len(tokens):
+            num_done += _append_tokens(*self.arrays, tokens[num_done:])
+            if num_done == len(tokens):
                 return
             self._grow()
 
     def _grow(self) -> None:
         """Doubles what is full, or nearly."""
-        length, _, num_edges = self.counts.tolist()
-        if length + 2 >= len(self.text):
-            self.text = np.concatenate((self.text, np.empty_like(self.text)))
-        if 2 * (num_edges + 2) > len(self.edges):
-            larger = np.zeros((2 * len(self.edges), _EDGE_COLUMNS), np.int32)
-            _enter_edges(self.edges, larger)
-            self.edges = larger
+        length, _, num_edges = self._counts.tolist()
+        if length + 2 >= len(self._text):
+            self._text = np.concatenate((self._text, np.empty_like(self._text)))
+        if 2 * (num_edges + 2) > len(self._edges):
+            larger = np.zeros((2 * len(self._edges), _EDGE_COLUMNS), np.int32)
+            _enter_edges(self._edges, larger)
+            self._edges = larger
+        self.arrays = (self._text, self._edges, self._counts, self.arrays[-1])
 
     def match(self, max_matches: int = 1) -> list[Match]:
-        """Earlier occurrences of the text's end, the longest first; [] where there is none.
+        """Earlier occurrences of the text's end, the longest first.
 
-        The first is the longest (of equally long ones the most recent). Further ones are
-        shorter or older and continue with a *different* token than every one before.
+        Args:
+            max_matches: how many are looked for.
+
+        Returns:
+            An empty list where there is none. The first is the longest (of equally long ones
+            the most recent). Further ones are shorter or older and continue with a
+            *different* token than every one before.
         """
-        found = find_matches(self.text, self.edges, len(self), self.max_match, max_matches)
+        found = _find_matches(*self.arrays, len(self), max_matches)
         return [Match(length, place) for length, place in found.tolist()]
 
     def continuation(self, match: Match, length: int) -> list[int]:
-        """The ``length`` tokens that followed a match (:func:`continuation`)."""
-        tokens: list[int] = continuation(self.text, len(self), match.start, length).tolist()
+        """What followed a match (:func:`continuation`).
+
+        Args:
+            match: of the text as it stands.
+            length: tokens asked for.
+
+        Returns:
+            That many tokens.
+        """
+        tokens: list[int] = continuation(self._text, len(self), match.start, length).tolist()
         return tokens

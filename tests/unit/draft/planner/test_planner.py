@@ -1,7 +1,6 @@
 """The planner: limits, chains, backing off, coming back; by replaying texts without a model."""
 
 import itertools
-import math
 import random
 from dataclasses import replace
 
@@ -9,12 +8,12 @@ import numpy as np
 import pytest
 
 from vllm_tokenswift.draft.draft_state import DraftState
-from vllm_tokenswift.draft.planner.best_group import best_group
 from vllm_tokenswift.draft.planner.cost_model import CostModel
 from vllm_tokenswift.draft.planner.planner import PlannedRequest, Planner
+from vllm_tokenswift.draft.planner.source_benefit import best_group
 from vllm_tokenswift.draft.proposals.head_proposals import HeadProposals
-from vllm_tokenswift.draft.replay import noisy_heads, replay
-from vllm_tokenswift.draft.tree_builder import TAKEN_COLUMNS, pay_off_padded
+from vllm_tokenswift.draft.tree_builder import NODE_COLUMNS
+from vllm_tokenswift.explain.replay import noisy_heads, replay
 from vllm_tokenswift.tree import Source
 
 CPU = CostModel(
@@ -58,9 +57,17 @@ def varied(num_tokens: int) -> list[int]:
     return text[:num_tokens]
 
 
+def wants_self_draft(planner: Planner, requests: list[PlannedRequest]) -> list[bool]:
+    return planner.wants_self_draft(planner.plan_step(requests))
+
+
+def wants_free_heads(planner: Planner, requests: list[PlannedRequest]) -> list[bool]:
+    return planner.wants_free_heads(planner.plan_step(requests))
+
+
 def state_after(text: list[int]) -> DraftState:
     state = DraftState()
-    state.extend(text)
+    state.append_tokens(text)
     return state
 
 
@@ -181,7 +188,7 @@ def test_plans_repeat_exactly() -> None:
 
 def test_the_self_draft_pass_is_not_wanted_within_the_budget() -> None:
     request = PlannedRequest(state_after(varied(400)), None, 400, 16)
-    assert Planner(GPU, budget=400).wants_self_draft([request]) == [False]
+    assert wants_self_draft(Planner(GPU, budget=400), [request]) == [False]
 
 
 def test_the_self_draft_pass_is_wanted_where_it_is_cheap_and_the_text_unsure() -> None:
@@ -210,7 +217,7 @@ def test_the_paper_mode_drafts_its_tree_every_time() -> None:
     heads = noisy_heads(text, [[0.9], [0.1, 0.05, 0.02], [0.1, 0.05, 0.02]], free=False)
     planner = Planner(GPU, mode="paper")
     request = PlannedRequest(state_after(text[:500]), None, 500, 128)
-    assert planner.wants_self_draft([request]) == [True]
+    assert wants_self_draft(planner, [request]) == [True]
     (tree,) = planner.plan([PlannedRequest(request.state, heads(500), 500, 128)])
     assert len(tree) >= 1 + 3 + 9
     assert {Source.SELF, Source.HEADS} <= set(tree.sources.tolist())
@@ -233,10 +240,10 @@ def test_heads_that_cost_each_request_its_time_are_asked_for_few() -> None:
     asked = []
     for cost in (shared, by_request):
         requests = [PlannedRequest(state_after(text), None, len(text), 8) for _ in range(16)]
-        asked.append(sum(Planner(cost).wants_free_heads(requests)))
+        asked.append(sum(wants_free_heads(Planner(cost), requests)))
     assert asked[0] == 16
     assert asked[1] == 0
-    [alone] = Planner(by_request).wants_free_heads(requests[:1])
+    [alone] = wants_free_heads(Planner(by_request), requests[:1])
     assert alone
 
 
@@ -254,7 +261,7 @@ def test_a_batch_takes_no_nodes_that_cost_more_than_a_coarse_curve_says() -> Non
         PlannedRequest(state_after(text[:length]), None, length, 16)
         for length in (900, 1000, 1100, 1200)
     ]
-    measured, believed = (Planner(cost).plan_once(requests, 0) for cost in (TILED, coarse))
+    measured, believed = (Planner(cost).plan_step(requests) for cost in (TILED, coarse))
     assert sum(measured.counts) < sum(believed.counts)
     # The nodes between them cost the machine more time than they are worth.
     believed_ms = TILED.verify_ms(4 + sum(believed.counts))
@@ -272,19 +279,19 @@ def test_alone_a_request_takes_unlikely_nodes_that_make_its_pass_faster() -> Non
 
 
 def test_a_source_is_charged_the_nodes_that_it_was_seen_to_bring() -> None:
-    gain = DraftState().free_heads
-    before, two = gain.nodes, np.zeros((2, TAKEN_COLUMNS), np.int32)
+    benefit = DraftState().free_heads_benefit
+    before, two = benefit.mean_nodes, np.zeros((2, NODE_COLUMNS), np.int32)
     for _ in range(100):
-        gain.decided(1.2, with_pass=True, to_pay=0.5, planned=two)
-        gain.drafted(5)
-    assert gain.nodes == pytest.approx(3.0, rel=0.05) != before
+        benefit.note_decision(1.2, with_source=True, to_pay=0.5, nodes_without=two)
+        benefit.observe_drafted(5)
+    assert benefit.mean_nodes == pytest.approx(3.0, rel=0.05) != before
     for _ in range(100):
-        gain.decided(1.2, with_pass=False, to_pay=0.5)
-        gain.drafted(12)
-        gain.decided(1.2, with_pass=True, to_pay=0.5, planned=two)
-        gain.drafted(1)
-        gain.drafted(12)
-    assert gain.nodes == pytest.approx(0.0, abs=0.2)
+        benefit.note_decision(1.2, with_source=False, to_pay=0.5)
+        benefit.observe_drafted(12)
+        benefit.note_decision(1.2, with_source=True, to_pay=0.5, nodes_without=two)
+        benefit.observe_drafted(1)
+        benefit.observe_drafted(12)
+    assert benefit.mean_nodes == pytest.approx(0.0, abs=0.2)
 
 
 def test_heads_that_bring_many_nodes_are_asked_for_fewer_requests() -> None:
@@ -296,10 +303,10 @@ def test_heads_that_bring_many_nodes_are_asked_for_fewer_requests() -> None:
         states = [state_after(text) for _ in range(8)]
         for state in states:
             for _ in range(100):
-                state.free_heads.decided(1.0, with_pass=True, to_pay=0.1)
-                state.free_heads.drafted(nodes)
+                state.free_heads_benefit.note_decision(1.0, with_source=True, to_pay=0.1)
+                state.free_heads_benefit.observe_drafted(nodes)
         requests = [PlannedRequest(state, None, len(text), 8) for state in states]
-        asked[nodes] = sum(Planner(cost).wants_free_heads(requests))
+        asked[nodes] = sum(wants_free_heads(Planner(cost), requests))
     assert asked[0] == 8
     assert asked[2] < 8
 
@@ -345,7 +352,7 @@ def test_drafts_must_be_worth_the_time_that_the_device_waits_for_them() -> None:
     text = [token for i in range(300) for token in (7, 8, 1000 + 3 * i + i % 3)]
     request = PlannedRequest(state_after(text[:-1]), None, len(text), 16)
     assert len(Planner(waiting(0.0)).plan([request])[0]) > 0
-    expected = Planner(waiting(0.0)).plan_once([request], 0).expected[0]
+    expected = Planner(waiting(0.0)).plan_step([request]).expected[0]
     dear = (expected - 1.0) * GPU.verify_ms(1)
     assert len(Planner(waiting(dear)).plan([request])[0]) == 0
 
@@ -361,7 +368,7 @@ def test_a_loop_is_drafted_for_however_slow_the_host_is() -> None:
 def test_each_further_request_must_be_worth_its_own_time_of_the_host() -> None:
     """Texts that are drafted for alone, and three at a time where only the first one costs."""
     text = [token for i in range(300) for token in (7, 8, 1000 + 3 * i + i % 3)]
-    gain = Planner(GPU).plan_once([PlannedRequest(state_after(text[:-1]), None, 900, 16)], 0)
+    gain = Planner(GPU).plan_step([PlannedRequest(state_after(text[:-1]), None, 900, 16)])
     dear = 0.8 * (gain.expected[0] - 1.0) * GPU.verify_ms(1)
     trees = {}
     for further in (0.0, dear):
@@ -373,27 +380,27 @@ def test_each_further_request_must_be_worth_its_own_time_of_the_host() -> None:
     assert not any(trees[dear])
 
 
-def test_looks_at_many_requests_leave_the_host_time_for_their_steps() -> None:
-    """A look may take a quarter of a step: one that takes half of it comes every other step."""
+def test_attempts_for_many_requests_leave_the_host_time_for_their_steps() -> None:
+    """An attempt may take a quarter of a step: one that takes half of it comes every other step."""
     step_ms = GPU.verify_ms(4)
     for share, expected in ((0.25, 0), (0.5, 1), (1.1, 4)):
         planner = Planner(replace(GPU, drafting_request_ms=share * step_ms / 3))
         states = [state_after(varied(100)) for _ in range(4)]
-        looks = []
+        attempts = []
         for _ in range(20):
-            looks.append(not planner.rests_meanwhile(states, 4))
-            if looks[-1]:
+            attempts.append(not planner.skip_step_meanwhile(states, 4))
+            if attempts[-1]:
                 requests = [PlannedRequest(state, None, 100, 16) for state in states]
                 planner.would_draft(requests, 0, self_draft=False, free_heads=False)
-        assert looks == ([False] * expected + [True]) * (20 // (expected + 1))
-    assert not Planner(GPU, mode="fixed").rests_meanwhile(states, 4)
+        assert attempts == ([False] * expected + [True]) * (20 // (expected + 1))
+    assert not Planner(GPU, mode="fixed").skip_step_meanwhile(states, 4)
 
 
 def test_to_begin_takes_more_than_to_go_on() -> None:
     """The same state of a text: once drafting, drafts are made that nobody would begin with."""
     text = loop(400)
     request = PlannedRequest(state_after(text), None, len(text), 3)
-    gain = Planner(waiting(0.0)).plan_once([request], 0).expected[0] - 1.0
+    gain = Planner(waiting(0.0)).plan_step([request]).expected[0] - 1.0
     planner = Planner(waiting(0.5 * gain * GPU.verify_ms(1)))
     assert not planner.would_draft([request], 0, self_draft=False, free_heads=False)
     assert len(planner.plan([request])[0]) == 3
@@ -408,8 +415,8 @@ def test_sources_that_are_not_asked_learn_what_comes_without_them() -> None:
     for token in text[600:]:
         request = PlannedRequest(state, None, state.num_tokens, 16)
         asks.append(planner.would_draft([request], 0, self_draft=False, free_heads=True))
-        assert not state.free_heads.asked_last
-        state.extend([token])
+        assert not state.free_heads_benefit.asked_last
+        state.append_tokens([token])
     assert any(asks)
     assert planner.decisions["free_heads"] == planner.decisions["free_heads_probe"] == 0
     assert planner.decisions["plain"] == len(asks)
@@ -429,10 +436,10 @@ def test_a_batch_asks_a_source_again_all_together_and_not_each_when_it_likes() -
             present = states[: 1 + step // 50]
             requests = [PlannedRequest(state, None, state.num_tokens, 16) for state in present]
             before = planner.decisions["free_heads_probe"]
-            planner.wants_free_heads(requests)
+            wants_free_heads(planner, requests)
             asked.append((planner.decisions["free_heads_probe"] - before) / len(present))
             for i, state in enumerate(present):
-                state.extend([text[900 * i + 100 + step]])
+                state.append_tokens([text[900 * i + 100 + step]])
         return asked
 
     alone, together = asking(1), asking(4)
@@ -455,7 +462,7 @@ def test_the_longer_the_text_the_fewer_nodes_where_each_reads_it_again(number: i
         requests = [
             PlannedRequest(state_after(varied(3000)), None, length, 16) for _ in range(number)
         ]
-        plan = Planner(COMPUTE_BOUND).plan_once(requests, 0)
+        plan = Planner(COMPUTE_BOUND).plan_step(requests)
         counts.append(sum(plan.counts))
         rows = number + sum(plan.counts)
         step_ms = COMPUTE_BOUND.verify_ms(rows) + COMPUTE_BOUND.context_ms(
@@ -475,7 +482,7 @@ def test_a_text_of_any_length_is_never_slower() -> None:
 def test_what_a_source_of_more_rows_costs_is_weighed_with_the_prefix() -> None:
     planner = Planner(COMPUTE_BOUND)
     near, far = (
-        planner.plan_once([PlannedRequest(state_after(loop(300)), None, length, 0)], 0)
+        planner.plan_step([PlannedRequest(state_after(loop(300)), None, length, 0)])
         for length in (500, 20_000)
     )
     beside = planner.nodes_ms(far, 4) - planner.nodes_ms(near, 4)
@@ -487,7 +494,7 @@ def test_a_wide_step_of_long_texts_is_as_dear_as_its_rows_make_it() -> None:
     planner = Planner(dear, shapes_of=lambda num: SHAPES.get(num, ()))
     for length, counts in ((50, [15, 15]), (4000, [3, 3])):
         requests = [PlannedRequest(state_after(loop(400)), None, length, 15) for _ in range(2)]
-        plan = planner.plan_once(requests, 0)
+        plan = planner.plan_step(requests)
         assert plan.counts == counts
         width = 1 + counts[0]
         step_ms = dear.verify_ms(2 * width) + dear.context_ms(2 * length, width)
@@ -500,24 +507,6 @@ SHAPES = {2: [(4, 8), (16, 32)]}
 PADDED = CostModel(verify_points=((1, 5.0), (8, 5.1), (32, 12.0)))
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_of_all_widths_the_one_with_the_most_speed_is_taken(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    offered = rng.integers(0, 20, 3)
-    each = [np.sort(rng.random(count) ** 3)[::-1] for count in offered]
-    widths, step_ms = np.array([1, 4, 8, 16], np.int32), np.cumsum(rng.random(4)) + 2.0
-    options = []
-    for width, ms in zip(widths.tolist(), step_ms.tolist(), strict=True):
-        counts = [min(count, width - 1) for count in offered.tolist()]
-        tokens = [1.0 + of[:count].sum() for of, count in zip(each, counts, strict=True)]
-        options.append((sum(map(math.log, tokens)) - 3 * math.log(ms), counts, tokens, ms))
-    _, counts, tokens, ms = max(options, key=lambda option: option[0])
-    found = pay_off_padded(np.concatenate(each), offered, widths, step_ms)
-    assert found[0].tolist() == counts
-    assert found[1].tolist() == pytest.approx(tokens)
-    assert found[2] == ms
-
-
 def test_one_request_that_loops_does_not_make_the_step_wide_for_all() -> None:
     """Drafts up to the narrow graph's width cost nothing more, beyond it as much as the step."""
     counts = {}
@@ -527,7 +516,7 @@ def test_one_request_that_loops_does_not_make_the_step_wide_for_all() -> None:
             PlannedRequest(state_after(text), None, 400, 15)
             for text in (loop(400), never_repeating(400))
         ]
-        plan = planner.plan_once(requests, 0)
+        plan = planner.plan_step(requests)
         counts[len(shapes)] = plan.counts
     assert counts[0][0] > 3
     assert counts[1] == [3, 0]
@@ -537,5 +526,5 @@ def test_one_request_that_loops_does_not_make_the_step_wide_for_all() -> None:
 def test_two_requests_that_loop_make_the_step_wide() -> None:
     planner = Planner(PADDED, shapes_of=lambda num: SHAPES.get(num, ()))
     requests = [PlannedRequest(state_after(loop(400)), None, 400, 15) for _ in range(2)]
-    assert planner.plan_once(requests, 0).counts == [15, 15]
-    assert planner.plan_once(requests[:1], 0).counts[0] > 3
+    assert planner.plan_step(requests).counts == [15, 15]
+    assert planner.plan_step(requests[:1]).counts[0] > 3

@@ -12,7 +12,8 @@ from vllm_tokenswift.draft.planner.planner import PlannedRequest, Planner
 from vllm_tokenswift.draft.planner.self_draft import PathEnd, SelfDraftPlanner, tokens_of_another
 from vllm_tokenswift.draft.planner.self_draft_acceptance import SelfDraftPath
 from vllm_tokenswift.draft.proposals.head_proposals import HeadProposals
-from vllm_tokenswift.draft.replay import noisy_heads, replay
+from vllm_tokenswift.draft.tree_builder import DraftedNodes
+from vllm_tokenswift.explain.replay import noisy_heads, replay
 from vllm_tokenswift.explain.replayed import ReplayRecorder
 from vllm_tokenswift.tree import EMPTY_TREE, DraftTree, Source
 
@@ -30,8 +31,12 @@ def never_repeating(num_tokens: int, seed: int = 4) -> list[int]:
 
 def state_after(text: list[int]) -> DraftState:
     state = DraftState()
-    state.extend(text)
+    state.append_tokens(text)
     return state
+
+
+def tree_of(drafted: DraftedNodes) -> DraftTree:
+    return drafted.tree(drafted.count)
 
 
 def path_of(*reach: float, tokens: tuple[int, ...] = ()) -> SelfDraftPath:
@@ -67,11 +72,12 @@ def test_where_a_pass_costs_a_verify_pass_it_is_not_repeated() -> None:
 
 def test_passes_go_on_only_from_what_is_likely_to_come() -> None:
     text = never_repeating(1200)
-    request = PlannedRequest(state_after(text), None, len(text), 16)
-    decisions = SelfDraftPlanner(Planner(LONG, BUDGET))
+    planner = Planner(LONG, BUDGET)
+    plan = planner.plan_step([PlannedRequest(state_after(text), None, len(text), 16)])
+    decisions = SelfDraftPlanner(planner)
     likely, unlikely = ([PathEnd(path_of(reach), age=1)] for reach in (0.9, 0.1))
-    assert decisions.go_on([request], likely) == [True]
-    assert decisions.go_on([request], unlikely) == [False]
+    assert decisions.go_on(plan, likely) == [True]
+    assert decisions.go_on(plan, unlikely) == [False]
 
 
 def test_passes_stop_being_repeated_when_what_they_say_does_not_come() -> None:
@@ -92,62 +98,68 @@ def test_passes_stop_being_repeated_when_what_they_say_does_not_come() -> None:
 
 
 def test_a_pass_brings_nothing_where_the_text_goes_on_along_the_path_anyway() -> None:
-    own = DraftState().own_tokens
+    acceptance = DraftState().self_draft_acceptance
     end = PathEnd(path_of(0.9, tokens=(5,)), age=1)
     goes_on = DraftTree.build([5, 6], [0, 1], probabilities=[0.8, 0.79])
     elsewhere = DraftTree.build([7, 6], [0, 1], probabilities=[0.8, 0.79])
-    assert tokens_of_another(end, own, goes_on) < 0.01
-    assert tokens_of_another(end, own, elsewhere) == pytest.approx(0.9 * 0.9)
-    assert tokens_of_another(end, own, EMPTY_TREE) == pytest.approx(0.9 * 0.9)
+    assert tokens_of_another(end, acceptance, goes_on) < 0.01
+    assert tokens_of_another(end, acceptance, elsewhere) == pytest.approx(0.9 * 0.9)
+    assert tokens_of_another(end, acceptance, EMPTY_TREE) == pytest.approx(0.9 * 0.9)
 
 
 def test_a_pass_brings_less_where_heads_follow_wherever_the_path_ends() -> None:
-    own = DraftState().own_tokens
+    acceptance = DraftState().self_draft_acceptance
     end = PathEnd(path_of(1.0), age=1)
-    alone = tokens_of_another(end, own, EMPTY_TREE)
+    alone = tokens_of_another(end, acceptance, EMPTY_TREE)
     for _ in range(100):
-        own.said(path_of(1.0, tokens=(5,)))
-        own.observe([5, 6, 7, 8])  # its token and two more were accepted
-    q, f = own.further_rate(1), own.after
+        acceptance.note_path(path_of(1.0, tokens=(5,)))
+        acceptance.observe_tokens([5, 6, 7, 8])  # its token and two more were accepted
+    q, f = acceptance.further_rate(1), acceptance.after
     assert f == pytest.approx(2.0, abs=0.1)
-    assert tokens_of_another(end, own, EMPTY_TREE) == pytest.approx(q - (1 - q) * f)
-    assert tokens_of_another(end, own, EMPTY_TREE) < q < alone + 0.11
+    assert tokens_of_another(end, acceptance, EMPTY_TREE) == pytest.approx(q - (1 - q) * f)
+    assert tokens_of_another(end, acceptance, EMPTY_TREE) < q < alone + 0.11
 
 
 def test_a_request_s_limit_and_a_missing_slot_end_its_passes() -> None:
     text = never_repeating(1200)
-    decisions = SelfDraftPlanner(Planner(LONG, BUDGET))
+    planner = Planner(LONG, BUDGET)
+    decisions = SelfDraftPlanner(planner)
     for limit, age, goes_on in ((1, 1, False), (2, 1, True), (2, None, False)):
-        requests = [PlannedRequest(state_after(text), None, len(text), limit)]
-        assert decisions.may_go_on(requests, [age], [True]) is goes_on
-        assert decisions.go_on(requests, [PathEnd(path_of(0.9), age)]) == [goes_on]
-    assert decisions.may_go_on(requests, [1], [False]) is False
-    assert decisions.go_on(requests, [None]) == [False]
+        plan = planner.plan_step([PlannedRequest(state_after(text), None, len(text), limit)])
+        assert decisions.may_go_on(plan, [age], [True]) is goes_on
+        assert decisions.go_on(plan, [PathEnd(path_of(0.9), age)]) == [goes_on]
+    assert decisions.may_go_on(plan, [1], [False]) is False
+    assert decisions.go_on(plan, [None]) == [False]
 
 
 def test_requests_share_a_further_pass_and_the_rest_do_not_wait_for_a_few() -> None:
     text = never_repeating(1200)
-    requests = [PlannedRequest(state_after(text), None, len(text), 16) for _ in range(4)]
-    decisions = SelfDraftPlanner(Planner(LONG, BUDGET))
+    planner = Planner(LONG, BUDGET)
+    decisions = SelfDraftPlanner(planner)
+    plan = planner.plan_step(
+        [PlannedRequest(state_after(text), None, len(text), 16) for _ in range(4)]
+    )
     sure, stopped = PathEnd(path_of(0.9), 1), PathEnd(path_of(0.9), None)
-    assert decisions.go_on(requests, [sure, sure, sure, PathEnd(path_of(0.3), 1)]) == [True] * 4
-    assert decisions.go_on(requests, [sure, stopped, stopped, stopped]) == [False] * 4
+    assert decisions.go_on(plan, [sure, sure, sure, PathEnd(path_of(0.3), 1)]) == [True] * 4
+    assert decisions.go_on(plan, [sure, stopped, stopped, stopped]) == [False] * 4
 
 
 @pytest.mark.parametrize("mode", ["paper", "fixed"])
 def test_fixed_plans_and_the_paper_s_have_one_pass(mode: str) -> None:
     text = never_repeating(1200)
-    request = PlannedRequest(state_after(text), None, len(text), 16)
-    decisions = SelfDraftPlanner(Planner(LONG, BUDGET, mode))  # type: ignore[arg-type]
+    planner = Planner(LONG, BUDGET, mode)  # type: ignore[arg-type]
+    plan = planner.plan_step([PlannedRequest(state_after(text), None, len(text), 16)])
+    decisions = SelfDraftPlanner(planner)
     assert not decisions.is_asked
-    assert decisions.go_on([request], [PathEnd(path_of(1.0), 1)]) == [False]
+    assert decisions.go_on(plan, [PathEnd(path_of(1.0), 1)]) == [False]
 
 
 def test_where_no_pass_was_measured_none_is_repeated() -> None:
     text = never_repeating(400)
-    request = PlannedRequest(state_after(text), None, len(text), 16)
-    decisions = SelfDraftPlanner(Planner(CostModel(((1, 9.0),)), BUDGET))
-    assert decisions.go_on([request], [PathEnd(path_of(1.0), 1)]) == [False]
+    planner = Planner(CostModel(((1, 9.0),)), BUDGET)
+    plan = planner.plan_step([PlannedRequest(state_after(text), None, len(text), 16)])
+    decisions = SelfDraftPlanner(planner)
+    assert decisions.go_on(plan, [PathEnd(path_of(1.0), 1)]) == [False]
 
 
 def test_what_further_passes_bring_is_not_the_first_one_s_gain() -> None:
@@ -157,17 +169,19 @@ def test_what_further_passes_bring_is_not_the_first_one_s_gain() -> None:
     for number in range(40):
         said = [50_000 + 4 * number + place for place in range(4)]
         state.draft(None, 8)
-        state.self_draft.decided(1.0, with_pass=True, to_pay=0.5)
-        state.own_tokens.said(path_of(0.9, 0.8, 0.7, tokens=tuple(said[:3])))
-        state.extend(said)
-    assert state.self_draft.tokens(1.0, with_pass=True) == pytest.approx(2.0, abs=0.1)
+        state.self_draft_benefit.note_decision(1.0, with_source=True, to_pay=0.5)
+        state.self_draft_acceptance.note_path(path_of(0.9, 0.8, 0.7, tokens=tuple(said[:3])))
+        state.append_tokens(said)
+    assert state.self_draft_benefit.expected_tokens(1.0, with_source=True) == pytest.approx(
+        2.0, abs=0.1
+    )
 
 
 def test_candidates_of_several_passes_are_the_target_s_own_as_deep_as_those_went() -> None:
     rows = [[5], [6], [7]]
     said = HeadProposals(rows, [[0.9]] * 3, free=False, own_depths=2)
     state = state_after(never_repeating(40))
-    tree = state.tree(state.draft(said, 8))
+    tree = tree_of(state.draft(said, 8))
     assert tree.tokens.tolist() == [5, 6, 7]
     assert tree.sources.tolist() == [Source.SELF, Source.SELF, Source.HEADS]
 
@@ -196,11 +210,11 @@ def steps_until_fresh_blocks(hit_rate_when_old: float, cost: CostModel, steps: i
     """Steps from the selection on, which is known to be good for 32 tokens; None: never."""
     text = never_repeating(20_000)
     request = PlannedRequest(state_after(text), None, len(text), 16)
-    own, rng = request.state.own_tokens, random.Random(1)
+    acceptance, rng = request.state.self_draft_acceptance, random.Random(1)
 
     def step(age: int, hit_rate: float) -> None:
-        own.said(SelfDraftPath([5], [0.9], [age]))
-        own.observe([5 if rng.random() < hit_rate else 6])
+        acceptance.note_path(SelfDraftPath([5], [0.9], [age]))
+        acceptance.observe_tokens([5 if rng.random() < hit_rate else 6])
 
     for _ in range(5):
         for age in (0, *range(1, 33, 2)):
@@ -208,10 +222,11 @@ def steps_until_fresh_blocks(hit_rate_when_old: float, cost: CostModel, steps: i
         for age in range(33, 160, 3):
             step(age, hit_rate_when_old)
     step(0, 1.0)
-    decisions = SelfDraftPlanner(Planner(cost, BUDGET))
+    planner = Planner(cost, BUDGET)
+    decisions, plan = SelfDraftPlanner(planner), planner.plan_step([request])
     for number in range(1, steps):
         step(2 * number, 0.95 if number <= 16 else hit_rate_when_old)
-        if decisions.wants_fresh_blocks([request], [True]) == [True]:
+        if decisions.wants_fresh_blocks(plan, [True]) == [True]:
             return number
     return None
 
@@ -245,9 +260,10 @@ def test_only_who_has_a_selection_may_have_it_renewed() -> None:
     for request in requests:
         for _ in range(50):
             for age, token in ((1, 5), (100, 6)):
-                request.state.own_tokens.said(SelfDraftPath([5], [0.9], [age]))
-                request.state.own_tokens.observe([token])
+                request.state.self_draft_acceptance.note_path(SelfDraftPath([5], [0.9], [age]))
+                request.state.self_draft_acceptance.observe_tokens([token])
         for age in range(40, 100):
-            request.state.own_tokens.said(SelfDraftPath([5], [0.9], [age]))
-    assert decisions.wants_fresh_blocks(requests, [False, True]) == [False, True]
+            request.state.self_draft_acceptance.note_path(SelfDraftPath([5], [0.9], [age]))
+    plan = planner.plan_step(requests)
+    assert decisions.wants_fresh_blocks(plan, [False, True]) == [False, True]
     assert planner.decisions["select_early"] == 1

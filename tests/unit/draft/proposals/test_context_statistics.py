@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 
 from vllm_tokenswift.draft.draft_state import DraftState
-from vllm_tokenswift.draft.exponential_noise import MURMUR, exponential, position_key
-from vllm_tokenswift.draft.gumbel_noise import GumbelNoise
+from vllm_tokenswift.draft.gumbel_noise import MURMUR, GumbelNoise, exponential, position_key
 from vllm_tokenswift.draft.planner.cost_model import CostModel
 from vllm_tokenswift.draft.planner.planner import PlannedRequest, Planner
 from vllm_tokenswift.draft.proposals import context_statistics as contexts
 from vllm_tokenswift.draft.proposals.context_statistics import (
     MOST_CONTEXTS,
     MOST_FOLLOWERS,
-    NO_CONTEXTS,
     ORDERS,
+    Contexts,
     ContextTable,
-    likeliest_followers,
     mix_followers,
 )
+from vllm_tokenswift.draft.proposals.contexts import likeliest_followers
+from vllm_tokenswift.draft.proposals.table import NUM_CANDIDATES, Candidates
 from vllm_tokenswift.draft.top_tokens import (
     NO_TOKEN,
     TOP_K,
@@ -35,8 +35,13 @@ from vllm_tokenswift.tree import EMPTY_TREE, DraftTree, Source
 
 def table_of(tokens: list[int]) -> ContextTable:
     table = ContextTable()
-    table.extend(np.array(tokens, np.int32))
+    table.append_tokens(np.array(tokens, np.int32))
     return table
+
+
+def recent_of(table: ContextTable) -> list[int]:
+    recent: list[int] = Contexts(*table.arrays).recent.tolist()
+    return recent
 
 
 def mixture(table: ContextTable, context: list[int]) -> dict[int, float]:
@@ -44,7 +49,7 @@ def mixture(table: ContextTable, context: list[int]) -> dict[int, float]:
     recent = np.full(ORDERS, -1, np.int32)
     recent[: len(context)] = context[::-1]
     found, shares = np.empty(MOST_FOLLOWERS, np.int32), np.empty(MOST_FOLLOWERS)
-    number = mix_followers(table.keys, table.table, table.pool, table.counts, recent, found, shares)
+    number = mix_followers(Contexts(*table.arrays), recent, found, shares)
     return dict(zip(found[:number].tolist(), shares[:number].tolist(), strict=True))
 
 
@@ -85,9 +90,9 @@ def test_tokens_may_come_in_pieces() -> None:
     whole, pieces = table_of(tokens), ContextTable()
     at = 0
     for size in np.random.default_rng(1).integers(1, 9, 2000):
-        pieces.extend(np.array(tokens[at : at + size], np.int32))
+        pieces.append_tokens(np.array(tokens[at : at + size], np.int32))
         at += size
-    assert pieces.recent.tolist() == whole.recent.tolist() == tokens[:-4:-1]
+    assert recent_of(pieces) == recent_of(whole) == tokens[:-4:-1]
     assert mixture(pieces, tokens[100:103]) == mixture(whole, tokens[100:103])
 
 
@@ -117,9 +122,10 @@ def test_the_lightest_contexts_make_room_for_new_ones(monkeypatch: pytest.Monkey
     for at in range(0, 40_000, 100):
         tokens[at : at + 4] = [0, 1, 2, 3 + at % 3]
     bounded = table_of(tokens)
-    assert MOST_CONTEXTS // 2 <= bounded.counts[0] <= MOST_CONTEXTS
-    assert len(bounded.keys) == len(bounded.table) == 2 * MOST_CONTEXTS
-    assert len(bounded.pool) <= 8 * MOST_CONTEXTS
+    kept = Contexts(*bounded.arrays)
+    assert MOST_CONTEXTS // 2 <= kept.counts[0] <= MOST_CONTEXTS
+    assert len(kept.keys) == len(kept.table) == 2 * MOST_CONTEXTS
+    assert len(kept.pool) <= 8 * MOST_CONTEXTS
     monkeypatch.setattr(contexts, "MOST_CONTEXTS", 1 << 20)
     unbounded = table_of(tokens)
     assert mixture(bounded, [0, 1, 2]) == mixture(unbounded, [0, 1, 2]) != {}
@@ -167,17 +173,15 @@ def sampled_text(length: int, seed: int) -> list[int]:
 
 def accepted_per_step(tokens: list[int], start: int, seed: int, contexts: bool) -> float:
     planner = Planner(CostModel(((1, 10.0), (33, 10.5))))
-    state = DraftState(sampled=True)
-    if not contexts:
-        state.contexts = None
-    state.extend(tokens[:start])
+    state = DraftState(sampled=True, sees_noise=contexts)
+    state.append_tokens(tokens[:start])
     at, steps = start, 0
     while at < len(tokens) - 16:
         keys = np.array([seed, at - 1], np.uint64)
         gumbel_noise = GumbelNoise(MURMUR, lambda _, keys=keys: keys)
         [tree] = planner.plan([PlannedRequest(state, None, at, 16, noise=gumbel_noise)])
         emitted = len(tree.follow(tokens[at : at + 16])) + 1
-        state.extend(tokens[at : at + emitted])
+        state.append_tokens(tokens[at : at + emitted])
         at, steps = at + emitted, steps + 1
     return (at - start) / steps
 
@@ -189,14 +193,14 @@ def test_text_that_never_repeats_for_long_is_drafted_from_its_own_statistics() -
     assert accepted_per_step(tokens, 2500, 11, contexts=True) > 1.15 * without
 
 
-def test_what_contexts_offer_is_theirs_and_keeps_to_the_depth_that_is_asked() -> None:
+def test_what_contexts_propose_is_theirs_and_keeps_to_the_depth_that_is_asked() -> None:
     tokens = sampled_text(2000, seed=4)
     state = DraftState(max_match=0, sampled=True)
-    state.extend(tokens)
+    state.append_tokens(tokens)
     gumbel_noise = GumbelNoise(MURMUR, lambda _: np.array([4, len(tokens) - 1], np.uint64))
     for limit in (1, 2, 6):
-        count = state.draft(None, limit, noise=gumbel_noise)
-        tree = state.tree(count)
+        drafted = state.draft(None, limit, noise=gumbel_noise)
+        tree = drafted.tree(drafted.count)
         assert int(Source.CONTEXT) in tree.sources.tolist()
         assert tree.depths.max() <= limit
 
@@ -217,8 +221,8 @@ def test_what_the_target_said_counts_by_its_probability_at_drafts_not_accepted_t
     table = table_of([3, 4, 5])
     tree = DraftTree.build([6, 7, 8], [0, 1, 1])
     rows = said({6: 0.7, 20: 0.3}, {9: 0.5, 7: 0.25, 8: 0.25}, {30: 1.0}, {})
-    table.hear(np.array([6, 9], np.int32), VerifyTopK(tree, rows))
-    assert table.recent.tolist() == [9, 6, 5]
+    table.append_verified(np.array([6, 9], np.int32), VerifyTopK(tree, rows))
+    assert recent_of(table) == [9, 6, 5]
     fading = 2 ** (-2 / 3000)
 
     def heard(weights: dict[int, float], orders: int) -> dict[int, float]:
@@ -234,7 +238,7 @@ def test_what_the_target_said_counts_by_its_probability_at_drafts_not_accepted_t
     assert mixture(table, [6, 9]) == {}  # nor was 9 verified
 
 
-def test_a_table_grows_while_it_hears() -> None:
+def test_a_table_grows_while_top_ks_are_counted() -> None:
     """Every iteration says eight followers of 32 nodes, and none is lost."""
     rng, table = np.random.default_rng(5), ContextTable()
     newest = 0
@@ -244,13 +248,13 @@ def test_a_table_grows_while_it_hears() -> None:
         likely = [rng.choice(5000, 8, replace=False).tolist() for _ in range(32)]
         rows = said(*(dict.fromkeys(row, 0.1) for row in likely))
         before, newest = newest, int(rng.integers(0, 5000))
-        table.hear(np.array([newest], np.int32), VerifyTopK(tree, rows))
+        table.append_verified(np.array([newest], np.int32), VerifyTopK(tree, rows))
         for node in range(1, 32):
             assert set(likely[node]) <= set(mixture(table, [drafts[node - 1]]))
         assert before == 0 or set(likely[0]) <= set(mixture(table, [before]))
 
 
-def test_a_text_that_was_heard_is_drafted_better_than_one_that_was_counted() -> None:
+def test_a_text_whose_top_ks_are_known_is_drafted_better_than_one_that_was_counted() -> None:
     """The chain's own probabilities are heard at the places of its tokens."""
     tokens, of_pair = sampled_chain(3000, seed=11)
     table = table_of(tokens[:2])
@@ -258,7 +262,7 @@ def test_a_text_that_was_heard_is_drafted_better_than_one_that_was_counted() -> 
         chances = of_pair[tokens[i - 2], tokens[i - 1]]
         order = np.argsort(-chances)[:8]
         row = said({int(t): float(chances[t]) for t in order if chances[t] >= 0.01})
-        table.hear(np.array([tokens[i]], np.int32), VerifyTopK(EMPTY_TREE, row))
+        table.append_verified(np.array([tokens[i]], np.int32), VerifyTopK(EMPTY_TREE, row))
     errors = []
     for known in (table, table_of(tokens)):
         wrong = 0.0
@@ -274,22 +278,26 @@ def test_nothing_is_counted_where_nothing_is_drawn_or_n_grams_are_off(
     sampled: bool, k: int
 ) -> None:
     assert DraftState(k=k, sampled=sampled).contexts is None
-    assert len(NO_CONTEXTS[0]) == 0
+    state = DraftState(k=k, sampled=sampled)
+    state.append_tokens([1, 2, 3, 1, 2])
+    noise = GumbelNoise(MURMUR, lambda _: np.array([4, 4], np.uint64))
+    assert int(Source.CONTEXT) not in state.draft(None, 8, noise=noise).nodes[:, 1]
 
 
 def test_nothing_is_looked_up_below_paths_that_cannot_pay() -> None:
     """And what can pay is found all the same."""
     tokens = sampled_text(3000, seed=10)
-    taken, num_offered = [], []
+    taken, num_proposed = [], []
     for least in (0.0, 0.2):
         state = DraftState(max_match=0, sampled=True)
-        state.extend(tokens)
+        state.append_tokens(tokens)
         gumbel_noise = GumbelNoise(MURMUR, lambda _: np.array([10, len(tokens) - 1], np.uint64))
-        count = state.draft(None, 24, least, noise=gumbel_noise)
-        nodes = zip(state.taken[:count].tolist(), state.probabilities[:count], strict=True)
-        taken.append([(node, chance) for node, chance in nodes if chance > 0.2])
-        assert state._text_offers is not None
-        num_offered.append(state._text_offers[0])
+        drafted = state.draft(None, 24, least, noise=gumbel_noise)
+        nodes = zip(drafted.nodes.tolist(), drafted.probabilities, strict=True)
+        taken.append(
+            [(node, chance) for node, chance in list(nodes)[: drafted.count] if chance > 0.2]
+        )
+        num_proposed.append(int(Candidates(*state._table.arrays).counts[NUM_CANDIDATES]))
     assert len(taken[0]) > 1
     assert taken[0] == taken[1]
-    assert num_offered[1] < num_offered[0]
+    assert num_proposed[1] < num_proposed[0]

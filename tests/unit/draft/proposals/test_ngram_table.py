@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from vllm_tokenswift.draft.proposals.ngram_table import TOTAL, NgramTable, first_row
+from vllm_tokenswift.draft.proposals.ngram_table import Ngrams, NgramTable, times_first
 
 
 def brute_force(text: list[int], n: int, k: int, first: int) -> list[tuple[tuple[int, ...], int]]:
@@ -22,12 +22,12 @@ def brute_force(text: list[int], n: int, k: int, first: int) -> list[tuple[tuple
 
 
 def extended(table: NgramTable, text: list[int]) -> NgramTable:
-    table.extend(np.array(text, np.int32))
+    table.append_tokens(np.array(text, np.int32))
     return table
 
 
 def total(table: NgramTable, first: int) -> int:
-    return int(table.firsts[first_row(table.firsts, first), TOTAL])
+    return times_first(Ngrams(*table.arrays).firsts, first)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 6])

@@ -7,6 +7,7 @@ import pytest
 
 from vllm_tokenswift.draft.proposals.suffix_index import (
     Match,
+    Suffixes,
     SuffixIndex,
     continuation,
     find_matches,
@@ -27,7 +28,7 @@ def longest_match(text: list[int], max_match: int) -> tuple[int, int] | None:
 
 def index_of(text: list[int], max_match: int = 16) -> SuffixIndex:
     index = SuffixIndex(max_match)
-    index.extend(np.array(text, np.int32))
+    index.append_tokens(np.array(text, np.int32))
     return index
 
 
@@ -53,7 +54,7 @@ def texts() -> list[list[int]]:
 def test_the_longest_most_recent_match_is_found(text: list[int], max_match: int) -> None:
     index = SuffixIndex(max_match)
     for done in range(1, len(text) + 1):
-        index.extend(np.array(text[done - 1 : done], np.int32))
+        index.append_tokens(np.array(text[done - 1 : done], np.int32))
         found = index.match()
         expected = longest_match(text[:done], max_match)
         if expected is None:
@@ -71,12 +72,13 @@ def test_matching_after_a_token_equals_appending_it(text: list[int]) -> None:
             continue
         index, appended = index_of(text[:done]), index_of([*text[:done], token])
         before = index.match(3)
-        index.text[done + 1] = token  # behind the text
-        found = find_matches(index.text, index.edges, done + 1, 16, 3)
+        suffixes = Suffixes(*index.arrays)
+        suffixes.text[done + 1] = token  # behind the text
+        found = find_matches(suffixes, done + 1, 3)
         assert [Match(*match) for match in found.tolist()] == appended.match(3)
         for match in appended.match(3):
             assert (
-                continuation(index.text, done + 1, match.start, 20).tolist()
+                continuation(suffixes.text, done + 1, match.start, 20).tolist()
                 == appended.continuation(match, 20)
                 == continued([*text[:done], token], match, 20)
             )
@@ -126,9 +128,15 @@ def test_memory_is_linear_in_the_text() -> None:
     text = [rng.randrange(40) for _ in range(5000)]
     index = index_of(text, 16)
     assert index.num_edges <= 2 * len(text)
-    assert len(index.edges) <= 8 * len(text)
+    assert len(Suffixes(*index.arrays).edges) <= 8 * len(text)
 
 
 def test_a_match_of_no_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="max_match"):
         SuffixIndex(0)
+
+
+def test_an_index_that_is_off_keeps_no_text_and_finds_nothing() -> None:
+    index = SuffixIndex.off()
+    index.append_tokens(np.array([1, 2, 3, 1, 2], np.int32))
+    assert (len(index), index.num_edges, index.match(3)) == (0, 0, [])

@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm_tokenswift.draft.draft_state import DraftState
-from vllm_tokenswift.draft.planner.planner import PlannedRequest, Planner
+from vllm_tokenswift.draft.planner.planner import PlannedRequest, Planner, StepPlan
 from vllm_tokenswift.draft.planner.self_draft import PathEnd, SelfDraftPlanner
 from vllm_tokenswift.draft.planner.self_draft_acceptance import SelfDraftPath
 from vllm_tokenswift.draft.proposals.head_proposals import HeadProposals
 from vllm_tokenswift.tree import DraftTree
 
 Heads = Callable[[int], HeadProposals | None]
+"""For a number of committed tokens, what heads propose to follow."""
 OnIteration = Callable[[int, DraftTree, list[int], HeadProposals | None], None]
 """(tokens before the iteration, its tree, accepted nodes, what heads were drafted with)"""
 
@@ -27,7 +28,15 @@ OnIteration = Callable[[int, DraftTree, list[int], HeadProposals | None], None]
 class Replay:
     """What replaying one text came to.
 
-    self_drafts: passes. Times in ms; planning_us is host time per iteration.
+    Attributes:
+        iterations: of the replay.
+        tokens: written in them.
+        drafted: nodes that were verified.
+        accepted: of these.
+        self_drafts: passes.
+        step_ms: of all iterations, under the cost model.
+        plain_ms: that plain decoding would have taken, under the cost model.
+        planning_us: host time per iteration.
     """
 
     iterations: int
@@ -41,10 +50,12 @@ class Replay:
 
     @property
     def tokens_per_iteration(self) -> float:
+        """Tokens written in an iteration, on average."""
         return self.tokens / self.iterations
 
     @property
     def speed_up(self) -> float:
+        """Plain decoding's time over the replay's."""
         return self.plain_ms / self.step_ms
 
 
@@ -59,43 +70,54 @@ def replay(
     on_iteration: OnIteration | None = None,
     most_passes: int = 1,
 ) -> Replay:
-    """Decode ``tokens[prompt_len:]`` with the planner.
+    """Decodes a text with the planner.
 
-    self_heads, free_heads: for a number of committed tokens, what the heads would offer.
-    on_iteration: called after each. most_passes: self-draft passes in a row; with more than one
-    the rows of ``self_heads`` are what each of them says, and there are no heads below.
+    Args:
+        tokens: the prompt and what is decoded, one at least.
+        planner: that decides.
+        limit: the most nodes of a tree.
+        prompt_len: tokens that are there at first.
+        self_heads: what draft passes and heads on them would propose.
+        free_heads: what free heads would propose; they are always asked.
+        state: to go on with, a new one unless given.
+        on_iteration: called after each.
+        most_passes: self-draft passes in a row; with more than one the rows of ``self_heads`` are
+            what each of them says, and there are no heads below.
+
+    Returns:
+        What it came to.
     """
     cost = planner.cost
     state = state or DraftState()
-    state.extend(tokens[: prompt_len + 1])
+    state.append_tokens(tokens[: prompt_len + 1])
     done = prompt_len + 1
-    passes_in_a_row = SelfDraftPlanner(planner)
+    passes = SelfDraftPlanner(planner)
     iterations = drafted = accepted_total = self_drafts = 0
     step_ms = plain_ms = planning_s = 0.0
     while done < len(tokens):
         heads = free_heads(done) if free_heads else None
         began = time.process_time()
-        request = PlannedRequest(state, heads, done, limit)
-        if self_heads is not None and planner.wants_self_draft([request])[0]:
+        plan = planner.plan_step([PlannedRequest(state, heads, done, limit)])
+        if self_heads is not None and planner.wants_self_draft(plan)[0]:
             heads = self_heads(done)
             num_passes = 1
             if heads is not None and most_passes > 1:
-                heads = _in_a_row(heads, request, passes_in_a_row, most_passes)
+                heads = _pass_by_pass(heads, plan, passes, most_passes)
                 num_passes = heads.own_depths
-            request = PlannedRequest(state, heads, done, limit)
+            plan = planner.plan_step([PlannedRequest(state, heads, done, limit)])
             self_drafts += num_passes
             step_ms += num_passes * cost.draft_pass_ms(min(planner.budget, done))
-        (tree,) = planner.plan([request])
+        (tree,) = planner.trees(plan)
         planning_s += time.process_time() - began
 
         accepted = tree.follow(tokens[done : done + len(tree)])
         if on_iteration is not None:
-            on_iteration(done, tree, accepted, request.heads)
+            on_iteration(done, tree, accepted, heads)
         emitted = tokens[done : done + len(accepted) + 1]
         step_ms += cost.tree_ms(len(tree), len(tree.chains) - 1, done)
         plain_ms += sum(cost.verify_ms(1, done + i) for i in range(len(emitted)))
         began = time.process_time()
-        state.extend(emitted)
+        state.append_tokens(emitted)
         planning_s += time.process_time() - began
         done += len(emitted)
         iterations += 1
@@ -113,19 +135,20 @@ def replay(
     )
 
 
-def _in_a_row(
-    said: HeadProposals, request: PlannedRequest, planner: SelfDraftPlanner, most_passes: int
+def _pass_by_pass(
+    said: HeadProposals, plan: StepPlan, passes: SelfDraftPlanner, most_passes: int
 ) -> HeadProposals:
     """What is said by as many passes as the planner wants; said: by all, a row each."""
+    [request] = plan.requests
     path = SelfDraftPath()
     while True:
         depth = len(path.tokens)
         row, chances = said.tokens[depth], said.probabilities[depth]
         path.follow(row, chances, depth, request.state.cells, request.noise)
         end = PathEnd(path, depth + 1 if depth + 1 < most_passes else None)
-        if not planner.go_on([request], [end])[0]:
+        if not passes.go_on(plan, [end])[0]:
             break
-    request.state.own_tokens.said(path)
+    request.state.self_draft_acceptance.note_path(path)
     num_passes = len(path.tokens)
     return HeadProposals(
         said.tokens[:num_passes],
@@ -138,9 +161,17 @@ def _in_a_row(
 def noisy_heads(
     tokens: Sequence[int], hit_rates: Sequence[Sequence[float]], free: bool, seed: int = 0
 ) -> Heads:
-    """Heads that know the text: rank r of depth d holds the true token at ``hit_rates[d][r]``.
+    """Heads that know the text.
 
-    Depth d is the d-th token after the committed ones.
+    Args:
+        tokens: the text.
+        hit_rates: ``[depths][ranks]``, how often the token of a rank is the true one. Depth d is
+            the d-th token after the committed ones.
+        free: see :class:`HeadProposals`.
+        seed: of what the others are.
+
+    Returns:
+        What they propose, by number of committed tokens.
     """
 
     def heads(done: int) -> HeadProposals | None:
