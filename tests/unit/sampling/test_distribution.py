@@ -89,6 +89,7 @@ def _no_gc() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_no_gc")
 @pytest.mark.parametrize("kind", ["gumbel seeds by depth", "exponential rows of whole trees"])
 def test_sequences_drawn_over_trees_have_exactly_the_targets_distribution(kind: str) -> None:
