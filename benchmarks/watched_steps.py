@@ -24,7 +24,8 @@ class StepsOfAWorker:
         """Notes every step from now on, of plan "auto"."""
         runner = self.model_runner
         next_step, planner = runner.next_step, runner.tree_drafter.planner
-        begin, draft, trees = next_step.begin, next_step.draft, planner.trees
+        begin_drafts, draft = next_step.begin_drafts, next_step.draft
+        trees = planner.trees
         self._steps: list[Step] = []
 
         def begin_noted(groups: Any, accepted: Any, hidden_states: Any) -> None:
@@ -44,7 +45,7 @@ class StepsOfAWorker:
                     "asked": 0,
                 }
             )
-            begin(groups, accepted, hidden_states)
+            begin_drafts(groups, accepted, hidden_states)
 
         def trees_noted(plan: Any) -> Any:
             self._steps[-1].update(
@@ -63,7 +64,8 @@ class StepsOfAWorker:
                 step["host_ms"] = 1e3 * (time.perf_counter() - step["began"])
             return drafted
 
-        next_step.begin, next_step.draft, planner.trees = begin_noted, draft_noted, trees_noted
+        next_step.begin_drafts, next_step.draft = begin_noted, draft_noted
+        planner.trees = trees_noted
 
     def steps_seen(self) -> list[Step]:
         """Those since the last call that are over."""

@@ -42,18 +42,18 @@ def cheap_passes(model, cost: CostModel = CHEAP_PASSES, options=None, **argument
     with engine(model, **tokenswift(**given), **arguments) as llm:
         drafter = runner_of(llm).tree_drafter
         drafter.planner.cost = cost
-        candidates, run = drafter.self_drafter.candidates, drafter.draft_pass.run
+        propose, run = drafter.self_drafter.propose, drafter.draft_pass.run
         steps: list[list[dict[str, int]]] = []
 
         def of_step(*args):
             steps.append([])
-            return candidates(*args)
+            return propose(*args)
 
         def of_pass(rows):
             steps[-1].append({row.req_id: row.num_tokens for row in rows})
             return run(rows)
 
-        drafter.self_drafter.candidates, drafter.draft_pass.run = of_step, of_pass
+        drafter.self_drafter.propose, drafter.draft_pass.run = of_step, of_pass
         yield llm, steps
 
 

@@ -73,15 +73,15 @@ def written(folder: Path) -> list[Record]:
 def test_a_tree_counts_with_what_was_decided_and_spent_for_it(tmp_path: Path) -> None:
     recording, planner = recorder(tmp_path)
     recording.start("a", [5, 6], sampled=False)
-    recording.iteration("a", EMPTY_TREE, [], [7], 1)
+    recording.note_iteration("a", EMPTY_TREE, [], [7], 1)
     said = HeadProposals([[8], [4]], [[0.5], [0.5]], free=False, own_depths=2)
     planner.decisions["self_draft_probe"] += 1
     tree = DraftTree.build([8, 9], [0, 0], [Source.SELF, Source.NGRAM])
-    recording.drafted({"a": Drafts(tree, said)})
-    recording.iteration("a", tree, [1], [8, 4], 3)
-    recording.drafted({"a": NO_DRAFTS})
-    recording.iteration("a", EMPTY_TREE, [], [3], 1)
-    recording.iteration("a", EMPTY_TREE, [], [2], 1)
+    recording.note_drafts({"a": Drafts(tree, said)})
+    recording.note_iteration("a", tree, [1], [8, 4], 3)
+    recording.note_drafts({"a": NO_DRAFTS})
+    recording.note_iteration("a", EMPTY_TREE, [], [3], 1)
+    recording.note_iteration("a", EMPTY_TREE, [], [2], 1)
     recording.finish("a")
 
     [record] = written(tmp_path)
@@ -124,7 +124,7 @@ def test_an_id_that_comes_again_gets_a_file_of_its_own(tmp_path: Path) -> None:
     recording, _ = recorder(tmp_path)
     for tokens in ([1], [2, 3]):
         recording.start("a", tokens, sampled=True)
-        recording.iteration("a", EMPTY_TREE, [], [9], 1)
+        recording.note_iteration("a", EMPTY_TREE, [], [9], 1)
         recording.finish("a")
     assert [record.token_ids for record in written(tmp_path)] == [[2, 3, 9], [1, 9]]
     assert all(record.sampled for record in written(tmp_path))
@@ -147,6 +147,6 @@ def test_a_request_s_id_cannot_name_a_file_elsewhere(req_id: str, tmp_path: Path
 def test_a_disk_that_fails_does_not_end_the_engine(tmp_path: Path) -> None:
     recording, _ = recorder(tmp_path / "gone")
     recording.start("a", [1], sampled=False)
-    recording.iteration("a", EMPTY_TREE, [], [9], 1)
+    recording.note_iteration("a", EMPTY_TREE, [], [9], 1)
     recording.finish("a")
     assert not (tmp_path / "gone").exists()

@@ -17,8 +17,10 @@ from vllm_tokenswift.tree import EMPTY_TREE, DraftTree
 class HeadRequest:
     """What heads need to know.
 
-    bonus_token: the newest of the sequence, not yet in the KV cache.
-    noise: the noise of the coming samples, None where there is none to see.
+    Attributes:
+        req_id: the request.
+        bonus_token: the newest of the sequence, not yet in the KV cache.
+        noise: the noise of the coming samples, None where there is none to see.
     """
 
     req_id: str
@@ -30,9 +32,12 @@ class HeadRequest:
 class DraftRequest(HeadRequest):
     """What all sources of drafts and the planner need to know.
 
-    num_tokens: tokens of the sequence, the bonus token included; blocks: int32 ``[blocks]``,
-    physical blocks in logical order; hidden_row: the query row that the bonus token was sampled
-    from; max_nodes: drafts that still fit the model's length and are wanted.
+    Attributes:
+        state: what is kept of it between steps.
+        num_tokens: tokens of the sequence, the bonus token included.
+        blocks: int32 ``[blocks]``, physical blocks in logical order.
+        hidden_row: the query row that the bonus token was sampled from.
+        max_nodes: drafts that still fit the model's length and are wanted.
     """
 
     state: RequestState

@@ -27,9 +27,11 @@ from vllm_tokenswift.engine.self_drafter import SelfDrafter
 class Drafter:
     """Drafts for the requests of a batch; owns the planner.
 
-    draft_pass: the runner's, which serves every drafter that it makes.
-    host_ms: measures, for the cost model, how long the device waits for drafts of the text: of
-        one request, and for each further one.
+    Args:
+        runner: whose requests they are.
+        draft_pass: the runner's, which serves every drafter that it makes.
+        host_ms: measures, for the cost model, milliseconds that the device waits for drafts of the
+            text: of one request, and for each further one.
     """
 
     def __init__(
@@ -87,11 +89,15 @@ class Drafter:
             self._read_by_heads if with_heads else None,
         )
 
-    def begin(self, requests: Sequence[DraftRequest], hidden_states: torch.Tensor) -> None:
+    def launch_heads(self, requests: Sequence[DraftRequest], hidden_states: torch.Tensor) -> None:
         """To be called for the requests of a step before :meth:`draft`, with the same states.
 
         Heads begin where they can do so by themselves and were asked last time, for all requests
         where most of them asked.
+
+        Args:
+            requests: the step's; the same objects are given to :meth:`draft`.
+            hidden_states: ``[query rows, hidden]``, in the form that the heads read.
         """
         if self.heads is None or not self.head_drafter.runs_ahead:
             return
@@ -103,15 +109,20 @@ class Drafter:
         ]
         likely = [i for i in possible if requests[i].state.draft.free_heads_benefit.asked_last]
         # Another request costs the device next to nothing, and who asks changes from step to step.
-        begin = possible if 2 * len(likely) >= len(possible) else likely
+        chosen = possible if 2 * len(likely) >= len(possible) else likely
         if likely:
-            rows = self._rows_of([requests[i] for i in begin], hidden_states)
-            self.head_drafter.launch_free([requests[i] for i in begin], rows)
+            rows = self._rows_of([requests[i] for i in chosen], hidden_states)
+            self.head_drafter.launch_free([requests[i] for i in chosen], rows)
 
-    def rests(self, states: Sequence[RequestState], num_requests: int, is_launched: bool) -> bool:
-        """Whether a step goes by without :meth:`begin` and :meth:`draft` for these requests.
+    def skips_attempt(
+        self, states: Sequence[RequestState], num_requests: int, is_launched: bool
+    ) -> bool:
+        """Whether nothing is to be drafted for these requests in a step, by back-off.
 
-        num_requests: of the batch. is_launched: the step's pass runs already, without drafts.
+        Args:
+            states: of the requests that might be drafted for.
+            num_requests: requests of the batch.
+            is_launched: the step's pass runs already, without drafts.
         """
         drafts = [state.draft for state in states]
         if self.options.self_draft == "always":
@@ -124,6 +135,10 @@ class Drafter:
         """Whether any of these would be drafted for now; their next pass runs, without drafts.
 
         What is learned without drafting is learned, and nothing is spent.
+
+        Args:
+            requests: those that might be drafted for.
+            num_undrafted: requests of the batch that draft nothing.
         """
         planned = [self._planned(request) for request in requests]
         return bool(planned) and self.planner.would_draft(
@@ -141,8 +156,10 @@ class Drafter:
     ) -> list[Drafts]:
         """What is drafted for each request.
 
-        hidden_states: ``[query rows, hidden]``, in the form that the heads read.
-        num_undrafted: requests of the batch that draft nothing.
+        Args:
+            requests: those to draft for.
+            hidden_states: ``[query rows, hidden]``, in the form that the heads read.
+            num_undrafted: requests of the batch that draft nothing.
         """
         if not requests:
             return []
@@ -155,7 +172,7 @@ class Drafter:
         with_pass = [place for place, wants in enumerate(passes) if wants]
         if with_pass and self.self_drafter is not None:
             chosen = [requests[place] for place in with_pass]
-            _add_heads(planned, with_pass, self.self_drafter.candidates(chosen, plan, passes))
+            _add_heads(planned, with_pass, self.self_drafter.propose(chosen, plan, passes))
         with_heads = self._wants_free_heads(plan, passes)
         if with_heads:
             chosen = [requests[place] for place in with_heads]

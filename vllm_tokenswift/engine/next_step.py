@@ -3,10 +3,10 @@
 Two ways. Ordinarily the host reads what was accepted, drafts, and launches the pass that
 verifies the drafts. Once nothing was worth drafting, it does not wait: the next pass, without
 drafts, takes the sampled tokens where they lie on the device and is launched before
-the host has read them, as plain vLLM's asynchronous scheduling does; the host then only looks
-whether drafting would pay again, for the step after that one. A look takes time, from the step
-where passes are not launched ahead, else from the host; many steps then go by without one
-(``back_off.py``).
+the host has read them, as plain vLLM's asynchronous scheduling does; the host then only asks
+the planner whether drafting would pay again, for the step after that one. Such a draft attempt
+takes time, from the step where passes are not prelaunched, else from the host; by back-off many
+steps are skipped (``draft/planner/back_off.py``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ from vllm_tokenswift.tree import DraftTree
 class NextStep:
     """Drafts for a runner's next step and launches its pass where it can be foreseen.
 
-    ``rested``: the requests that nobody looked at when the step under way was made.
+    Args:
+        runner: whose batch it is.
+        drafter: makes the drafts.
+        prelauncher: launches the pass.
+
+    Attributes:
+        skipped: requests that no draft attempt was made for when the step under way was made.
     """
 
     def __init__(self, runner: RunnerView, drafter: Drafter, prelauncher: Prelauncher) -> None:
@@ -37,12 +43,16 @@ class NextStep:
         self.prelauncher = prelauncher
         self._expects_drafts = True
         self._is_launched = False
-        self.rested: list[str] = []
+        self.skipped: list[str] = []
         self._requests: list[DraftRequest] = []
         self._accepted: Sequence[VerifyResult] = ()
 
     def is_undrafted(self, groups: Sequence[VerifyRows]) -> bool:
-        """Whether :meth:`launch_undrafted` may be called with the samples of these groups."""
+        """Whether :meth:`launch_undrafted` may be called with the samples of these groups.
+
+        Args:
+            groups: by batch row, what the step verifies.
+        """
         return not self._expects_drafts and not any(
             len(group.tree) or group.discard for group in groups
         )
@@ -50,11 +60,12 @@ class NextStep:
     def launch_undrafted(self, tokens: torch.Tensor) -> None:
         """Launches the next pass without drafts, where it can be foreseen.
 
-        tokens: int64 ``[requests]`` on the device, samples that nobody has read yet.
+        Args:
+            tokens: int64 ``[requests]`` on the device, samples that nobody has read yet.
         """
         self._is_launched = self.prelauncher.launch_undrafted(tokens)
 
-    def begin(
+    def begin_drafts(
         self,
         groups: Sequence[VerifyRows],
         accepted: Sequence[VerifyResult],
@@ -64,14 +75,16 @@ class NextStep:
 
         The device may begin to draft while the host's indexes take the new tokens in.
 
-        groups, accepted: by batch row, what was verified and emitted. hidden_states: ``[query
-        rows, hidden]``, in the form that the heads read.
+        Args:
+            groups: by batch row, what was verified.
+            accepted: by batch row, what was accepted and emitted.
+            hidden_states: ``[query rows, hidden]``, in the form that the heads read.
         """
         rows = self._may_draft(groups, accepted)
         states = [state for _, state, _ in rows]
-        rests = bool(rows) and self.drafter.rests(states, len(groups), self._is_launched)
-        self.rested = [groups[row].req_id for row, _, _ in rows] if rests else []
-        if rests:
+        skips = bool(rows) and self.drafter.skips_attempt(states, len(groups), self._is_launched)
+        self.skipped = [groups[row].req_id for row, _, _ in rows] if skips else []
+        if skips:
             return
         block_table = self.runner.block_table()
         self._requests = [
@@ -80,15 +93,15 @@ class NextStep:
         ]
         self._accepted, self._hidden_states = accepted, hidden_states
         if not self._is_launched:
-            self.drafter.begin(self._requests, hidden_states)
+            self.drafter.launch_heads(self._requests, hidden_states)
 
     def draft(self) -> dict[str, DraftTree]:
         """The trees of the next step, by request; a request without drafts may be absent."""
         runner, requests = self.runner, self._requests
         is_launched, self._is_launched = self._is_launched, False
-        if self.rested:
+        if self.skipped:
             if runner.recorder is not None:
-                runner.recorder.rested(self.rested)
+                runner.recorder.note_skipped(self.skipped)
             return {}
         num_others = len(self._accepted) - len(requests)
         if is_launched:
@@ -96,9 +109,11 @@ class NextStep:
             drafts = [NO_DRAFTS] * len(requests)
         else:
             drafts = self.drafter.draft(requests, self._hidden_states, num_others)
-            self._expects_drafts = any(len(of_request.tree) for of_request in drafts)
+            self._expects_drafts = any(len(request_drafts.tree) for request_drafts in drafts)
         if runner.recorder is not None:
-            runner.recorder.drafted({r.req_id: d for r, d in zip(requests, drafts, strict=True)})
+            runner.recorder.note_drafts(
+                {r.req_id: d for r, d in zip(requests, drafts, strict=True)}
+            )
         if is_launched:
             return {}
         drafted = {r.req_id: d.tree for r, d in zip(requests, drafts, strict=True)}

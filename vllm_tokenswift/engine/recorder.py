@@ -31,7 +31,11 @@ class _Drafted:
 
 @dataclass
 class _Running:
-    """A request that goes on. drafted: None where nothing was planned for it."""
+    """A request that goes on.
+
+    Attributes:
+        drafted: None where nothing was planned for it.
+    """
 
     prompt_len: int
     token_ids: list[int]
@@ -43,8 +47,11 @@ class _Running:
 class Recorder:
     """Follows the requests of one engine.
 
-    folder: where the files go. planner: the runner's; the decisions that it took since the last
-    step say how this step's drafts came about.
+    Args:
+        folder: where the files go.
+        options: the engine's, which stand in the records.
+        planner: the runner's; the decisions that it took since the last step say how this step's
+            drafts came about.
     """
 
     def __init__(self, folder: Path, options: TokenSwiftOptions, planner: Planner) -> None:
@@ -55,19 +62,28 @@ class Recorder:
         self._running: dict[str, _Running] = {}
 
     def start(self, req_id: str, tokens: Sequence[int], sampled: bool) -> None:
-        """A request comes; tokens: its prompt and whatever output it brings along; sampled:
-        more of it will be drawn, not its likeliest."""
+        """A request comes.
+
+        Args:
+            req_id: the request.
+            tokens: its prompt and whatever output it brings along.
+            sampled: more of it will be drawn, not its likeliest.
+        """
         self._running[req_id] = _Running(len(tokens), list(tokens), sampled)
 
-    def drafted(self, drafts: Mapping[str, Drafts]) -> None:
-        """A step has drafted; drafts: of the requests that it drafted for."""
+    def note_drafts(self, drafts: Mapping[str, Drafts]) -> None:
+        """A step has drafted.
+
+        Args:
+            drafts: by request, of those that it drafted for.
+        """
         decisions = dict(self._planner.decisions)
         # Of one source a step either takes what pays or probes, never both.
         probes = {n for n, count in decisions.items() if count > self._seen_decisions.get(n, 0)}
         self._seen_decisions = decisions
-        for req_id, of_request in drafts.items():
-            outcome = "drafted" if len(of_request.tree) else "plain"
-            heads = of_request.heads
+        for req_id, request_drafts in drafts.items():
+            outcome = "drafted" if len(request_drafts.tree) else "plain"
+            heads = request_drafts.heads
             if heads is None:
                 drafted = _Drafted((outcome,))
             else:
@@ -80,12 +96,12 @@ class Recorder:
                 )
             self._running[req_id].drafted = drafted
 
-    def rested(self, req_ids: Sequence[str]) -> None:
-        """A step has looked for drafts of none of these requests, though it might have."""
+    def note_skipped(self, req_ids: Sequence[str]) -> None:
+        """A step has made no draft attempt for these requests, though it might have."""
         for req_id in req_ids:
             self._running[req_id].drafted = _Drafted(("rested",))
 
-    def iteration(
+    def note_iteration(
         self,
         req_id: str,
         tree: DraftTree,
@@ -93,7 +109,15 @@ class Recorder:
         tokens: Sequence[int],
         num_requests: int,
     ) -> None:
-        """A step has verified ``tree`` and emitted ``tokens``, among ``num_requests``."""
+        """A step has verified a request's tree.
+
+        Args:
+            req_id: the request.
+            tree: what was verified.
+            accepted_nodes: its accepted nodes, from the root down.
+            tokens: what the step emitted.
+            num_requests: requests of the step.
+        """
         running = self._running[req_id]
         drafted = running.drafted or _Drafted(("none",))
         running.drafted = None

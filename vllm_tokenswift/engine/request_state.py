@@ -12,11 +12,12 @@ from vllm_tokenswift.partial_kv.table import DraftBlockTable
 class RequestState:
     """All of it follows from the request's committed tokens, so preemption loses nothing.
 
-    draft: n-gram table, suffix index and learned acceptance.
-    table: the draft block table (``forget`` after preemption).
-    speculate: False where the request switched speculation off.
-    chain_only: vLLM checks the drafts of structured output as one continuation.
-    max_tokens: of the whole sequence, at which it ends at the latest.
+    Attributes:
+        draft: n-gram table, suffix index and learned acceptance.
+        table: the draft block table (``forget`` after preemption).
+        speculate: False where the request switched speculation off.
+        chain_only: vLLM checks the drafts of structured output as one continuation.
+        max_tokens: of the whole sequence, at which it ends at the latest.
     """
 
     draft: DraftState

@@ -255,7 +255,7 @@ class TokenSwiftRunnerMixin(Platform):
         step, next_step = self.step, self.next_step
         assert logits is not None
         assert step.hidden_states is not None
-        groups = self.verifier.rows_of(step, next_step.rested)
+        groups = self.verifier.rows_of(step, next_step.skipped)
         # vLLM reads a prompt's logprobs from hidden states, over which the next pass may write.
         may_go_on = not self.num_prompt_logprobs
         feed = None

@@ -1,4 +1,4 @@
-"""Self-draft passes of one step: the first, and further ones in a row below what it says.
+"""Self-draft passes of one step: the first, and further ones below what it proposes.
 
 Each pass reads its token at the next position and writes its KV at that position's slot, over
 the same partial blocks. The verify pass overwrites the slots of the positions it verifies;
@@ -29,9 +29,14 @@ ToStates = Callable[[Any], torch.Tensor]
 
 @dataclass
 class _Passed:
-    """A request that has a pass, and what its passes said. place: among the step's requests.
+    """A request that has a pass, and what its passes proposed.
 
-    allocated_blocks: of its row of the block table.
+    Attributes:
+        request: what is drafted for.
+        place: its place among the step's requests.
+        allocated_blocks: blocks of its row of the block table.
+        path: the tokens that its passes go along.
+        rows: what each pass proposed.
     """
 
     request: DraftRequest
@@ -41,9 +46,15 @@ class _Passed:
     rows: SelfDraftRows = field(default_factory=SelfDraftRows)
 
     def age(self, depth: int) -> int | None:
-        """Of the blocks that a further pass at ``depth`` (from 0) reads; None: it cannot be run.
+        """How old the blocks are that a further pass reads.
 
         A pass below drafts selects no blocks: it would rank them for tokens that may not come.
+
+        Args:
+            depth: of the pass, from 0.
+
+        Returns:
+            Tokens since the blocks were selected; None where the pass cannot be run.
         """
         table, num_tokens = self.request.state.table, self.request.num_tokens + depth
         has_slot = num_tokens <= self.allocated_blocks * table.block_size
@@ -55,8 +66,14 @@ class _Passed:
 class SelfDrafter:
     """Runs the passes of a step's requests; the planner says how many.
 
-    post_norm: hidden states after the final norm. read_by_heads: those that heads start from,
-    None where heads do not read a draft pass's.
+    Args:
+        runner: whose batch it is.
+        draft_pass: the runner's.
+        head_drafter: drafts below what passes propose.
+        planner: whose decisions are counted.
+        post_norm: takes from what a pass returned the hidden states after the final norm.
+        read_by_heads: takes from it those that heads start from; None where heads do not read a
+            draft pass's.
     """
 
     def __init__(
@@ -75,13 +92,15 @@ class SelfDrafter:
         self._planner = SelfDraftPlanner(planner)
         self._post_norm, self._read_by_heads = post_norm, read_by_heads
 
-    def candidates(
+    def propose(
         self, requests: Sequence[DraftRequest], plan: StepPlan, wanted: Sequence[bool]
     ) -> list[HeadProposals]:
-        """What passes say, and heads below it.
+        """What passes propose, and heads below it.
 
-        requests: those that have a pass. plan: of the whole step without passes. wanted: who in
-        the step has one.
+        Args:
+            requests: those that have a pass.
+            plan: of the whole step without passes.
+            wanted: who in the step has one.
         """
         places = [place for place, want in enumerate(wanted) if want]
         passed = [
@@ -93,77 +112,84 @@ class SelfDrafter:
         if not self._planner.is_asked:
             return self._head_drafter.candidates(requests, *self._states(output))
         ages: list[int | None] = [None] * len(wanted)
-        for one in passed:
-            ages[one.place] = one.age(1)
+        for row in passed:
+            ages[row.place] = row.age(1)
         if self._planner.may_go_on(plan, ages, wanted):
-            found = self._in_a_row(passed, output, plan)
+            proposals = self._multi_step(passed, output, plan)
         else:
-            found = self._head_drafter.candidates(requests, *self._states(output))
-            for one, candidates in zip(passed, found, strict=True):
-                self._follow(one, candidates.tokens[0], candidates.probabilities[0], plan)
-        for one in passed:
-            one.request.state.draft.self_draft_acceptance.note_path(one.path)
-        return found
+            proposals = self._head_drafter.candidates(requests, *self._states(output))
+            for row, proposed in zip(passed, proposals, strict=True):
+                self._follow_token(row, proposed.tokens[0], proposed.probabilities[0], plan)
+        for row in passed:
+            row.request.state.draft.self_draft_acceptance.note_path(row.path)
+        return proposals
 
-    def _in_a_row(
+    def _multi_step(
         self, passed: Sequence[_Passed], output: Any, plan: StepPlan
     ) -> list[HeadProposals]:
-        """Goes on from the first pass; output: what the model returned for it."""
+        """Goes on from the first pass;
+
+        Args:
+            output: what the model returned for it.
+        """
         ends: list[PathEnd | None] = [None] * len(plan.requests)
         starts: dict[int, torch.Tensor] = {}  # for heads, by place, of those that stopped early
-        going, depth = list(passed), 0
+        running, depth = list(passed), 0
         while True:
             own, start = self._states(output)
             depth += 1
-            said = self._head_drafter.own_top([one.request for one in going], own)
-            for one, tokens, probabilities in zip(going, *said, strict=True):
-                place = self._follow(one, tokens, probabilities, plan)
-                one.rows.add(tokens, probabilities, place)
-                ends[one.place] = PathEnd(one.path, one.age(depth))
-            again = self._planner.go_on(plan, ends)
-            rest = [one for one in going if again[one.place]]
-            if not rest:
+            top = self._head_drafter.own_top([row.request for row in running], own)
+            for row, tokens, probabilities in zip(running, *top, strict=True):
+                followed = self._follow_token(row, tokens, probabilities, plan)
+                row.rows.add(tokens, probabilities, followed)
+                ends[row.place] = PathEnd(row.path, row.age(depth))
+            goes_on = self._planner.go_on(plan, ends)
+            going_on = [row for row in running if goes_on[row.place]]
+            if not going_on:
                 break
-            for row, one in enumerate(going):
-                if again[one.place]:
+            for state, row in enumerate(running):
+                if goes_on[row.place]:
                     continue
-                ends[one.place] = PathEnd(one.path, None)
+                ends[row.place] = PathEnd(row.path, None)
                 if start is not None:
                     # CUDA graphs share their memory: the next pass may run over these states.
-                    starts[one.place] = start[row].clone()
-            output = self._run(rest, [one.path.tokens[-1] for one in rest], depth)
-            going = rest
+                    starts[row.place] = start[state].clone()
+            output = self._run(going_on, [row.path.tokens[-1] for row in going_on], depth)
+            running = going_on
         if starts and start is not None:
-            starts.update((one.place, start[row]) for row, one in enumerate(going))
-            start = torch.stack([starts[one.place] for one in passed])
+            starts.update((row.place, start[state]) for state, row in enumerate(running))
+            start = torch.stack([starts[row.place] for row in passed])
         return self._head_drafter.candidates_below(
-            [one.request for one in passed],
-            [one.rows for one in passed],
-            start,
+            [row.request for row in passed], [row.rows for row in passed], start
         )
 
-    def _follow(
+    def _follow_token(
         self,
-        one: _Passed,
+        row: _Passed,
         tokens: Sequence[int],
         probabilities: Sequence[float],
         plan: StepPlan,
     ) -> int:
-        planned, depth = plan.requests[one.place], len(one.path.tokens)
-        age = one.request.state.table.age(one.request.num_tokens + depth)
-        return one.path.follow(tokens, probabilities, age, planned.state.cells, planned.noise)
+        """Goes on along the likeliest token; returns its place among them."""
+        planned, depth = plan.requests[row.place], len(row.path.tokens)
+        age = row.request.state.table.age(row.request.num_tokens + depth)
+        return row.path.follow(tokens, probabilities, age, planned.state.cells, planned.noise)
 
     def _run(self, passed: Sequence[_Passed], tokens: Sequence[int], depth: int) -> Any:
-        """A pass at the position ``depth`` after the bonus token's; tokens: those it reads."""
+        """A pass at the position ``depth`` after the bonus token's;
+
+        Args:
+            tokens: those it reads.
+        """
         rows = [
             DraftRow(
-                one.request.req_id,
+                row.request.req_id,
                 token,
-                one.request.num_tokens + depth,
-                one.request.blocks,
-                one.request.state.table,
+                row.request.num_tokens + depth,
+                row.request.blocks,
+                row.request.state.table,
             )
-            for one, token in zip(passed, tokens, strict=True)
+            for row, token in zip(passed, tokens, strict=True)
         ]
         output = self._draft_pass.run(rows)
         stats = self._runner.stats
@@ -175,16 +201,16 @@ class SelfDrafter:
     def _renew_blocks(self, passed: Sequence[_Passed], plan: StepPlan) -> None:
         """Drops selections that the planner finds too old, and counts why others are made."""
         selected = [False] * len(plan.requests)
-        for one in passed:
-            table, num_tokens = one.request.state.table, one.request.num_tokens
+        for row in passed:
+            table, num_tokens = row.request.state.table, row.request.num_tokens
             due = table.due(num_tokens)
             if due is not None:
                 self._decisions[f"select_{due.value}"] += 1
-            selected[one.place] = due is None and table.may_be_early and table.age(num_tokens) > 0
+            selected[row.place] = due is None and table.may_be_early and table.age(num_tokens) > 0
         early = self._planner.wants_fresh_blocks(plan, selected)
-        for one in passed:
-            if early[one.place]:
-                one.request.state.table.forget()
+        for row in passed:
+            if early[row.place]:
+                row.request.state.table.forget()
 
     def _states(self, output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The pass's own states, and those that heads start from."""

@@ -76,7 +76,7 @@ class Verifier:
         emitting = [(rows, result) for rows, result in emitting if result.tokens]
         for rows, result in emitting:
             runner.tree_sampler.commit_tokens(rows.req_id, result.tokens)
-        next_step.begin(groups, results, hidden_states)
+        next_step.begin_drafts(groups, results, hidden_states)
         if trees.trees:
             nodes = {g.req_id: r.nodes for g, r in zip(groups, results, strict=True)}
             runner.stats.tokens_moved += runner.tree_attention.commit(
@@ -86,6 +86,6 @@ class Verifier:
             top_k = None if result.top_k is None else VerifyTopK(rows.tree, result.top_k)
             runner.request_states[rows.req_id].draft.append_tokens(result.tokens, top_k)
             if runner.recorder is not None:
-                runner.recorder.iteration(
+                runner.recorder.note_iteration(
                     rows.req_id, rows.tree, result.nodes, result.tokens, len(groups)
                 )
