@@ -71,8 +71,8 @@ class Runner(SimpleNamespace):
         read = context["metadata"][LAYERS[-1]]
 
         def run() -> torch.Tensor:
-            columns = [input_ids, positions, read.seq_lens]
-            return torch.cat([torch.stack(columns, 1).cpu(), read.block_table.cpu()], dim=1)
+            columns = [part.cpu() for part in (input_ids, positions, read.seq_lens)]
+            return torch.cat([torch.stack(columns, 1), read.block_table.cpu()], dim=1)
 
         if context["mode"] is not CUDAGraphMode.FULL:
             return run()
