@@ -8,10 +8,10 @@ may cost more on a long text than on a short one:
 Columns, in microseconds of CPU time per iteration (median): ``extend`` of the n-gram table
 and the suffix index by ``emitted`` tokens, ``look-up`` in both (longest matches with their
 continuations, top-k n-grams), their sum, ``plan``: a whole planned iteration (learning,
-extending, offers, a tree), and ``heads``: one of sampled text with heads.
+extending, proposals, a tree), and ``heads``: one of sampled text with heads.
 There planning runs twice, before it is known what heads say and after, looks at the noise of
-the coming positions, heads offer 8 tokens below each of 5 paths, and what the verify pass found
-likeliest is heard, 4 tokens at each node of the tree before. ``nodes``: of a tree at most; 63 are
+the coming positions, heads propose 8 tokens below each of 5 paths, and what the verify pass found
+likeliest is learned, 4 tokens at each node of the tree before. ``nodes``: of a tree at most; 63 are
 what an engine drafts by default.
 
 --touch-mb: memory written to before every iteration, as a model's pass on the same CPU would,
@@ -77,7 +77,7 @@ def varied_text(num_tokens: int) -> list[int]:
 TEXTS = {"looping": (looping_text, 8), "varied": (varied_text, 2)}
 
 
-# Chances of the tokens that heads offer below a path, and the paths they go on with.
+# Chances of the tokens that heads propose below a path, and the paths they go on with.
 HEAD_CHANCES = (0.5, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01, 0.01)
 PATHS_BELOW = ((1, 2), (3, 4), (), (), ())
 
@@ -93,14 +93,14 @@ def heads_at(text: list[int], position: int) -> HeadProposals:
     return HeadProposals(rows, chances, free=True, below=below, sees_noise=True)
 
 
-def heard_at(tree: DraftTree, tokens: list[int]) -> VerifyTopK:
+def verified_at(tree: DraftTree, tokens: list[int]) -> VerifyTopK:
     """At each node the target's likeliest is the draft after next, and three others follow."""
     rng = random.Random(tokens[0])
-    said = np.full((len(tree) + 1, TOP_K_COLUMNS), NO_TOKEN, np.int32)
-    said[:, :4] = [[rng.randrange(49_152) for _ in range(4)] for _ in said]
-    said[: len(tree), 0] = tree.tokens
-    said[:, TOP_K : TOP_K + 4] = np.array([0.7, 0.1, 0.1, 0.1], "f4").view("i4")
-    return VerifyTopK(tree, said)
+    top_k = np.full((len(tree) + 1, TOP_K_COLUMNS), NO_TOKEN, np.int32)
+    top_k[:, :4] = [[rng.randrange(49_152) for _ in range(4)] for _ in top_k]
+    top_k[: len(tree), 0] = tree.tokens
+    top_k[:, TOP_K : TOP_K + 4] = np.array([0.7, 0.1, 0.1, 0.1], "f4").view("i4")
+    return VerifyTopK(tree, top_k)
 
 
 def noise_at(position: int) -> GumbelNoise:
@@ -121,8 +121,10 @@ class Iterations:
         self.state.append_tokens(tokens)
         self.planner.plan([PlannedRequest(self.state, None, self.state.num_tokens, self.nodes)])
 
-    def plan_with_heads(self, tokens: list[int], heads: HeadProposals, heard: VerifyTopK) -> None:
-        self.state.append_tokens(tokens, heard)
+    def plan_with_heads(
+        self, tokens: list[int], heads: HeadProposals, verified: VerifyTopK
+    ) -> None:
+        self.state.append_tokens(tokens, verified)
         position = self.state.num_tokens
         request = PlannedRequest(self.state, None, position, self.nodes, noise=noise_at(position))
         self.planner.wants_free_heads(self.planner.plan_step([request]))
@@ -162,8 +164,8 @@ def measure(
         timed("extend", partial(extend, tokens))
         timed("lookup", partial(look_up, tokens[-1]))
         timed("plan", partial(plain.plan, tokens))
-        heard = heard_at(with_heads.tree, tokens)
-        timed("heads", partial(with_heads.plan_with_heads, tokens, heads, heard))
+        verified = verified_at(with_heads.tree, tokens)
+        timed("heads", partial(with_heads.plan_with_heads, tokens, heads, verified))
     both = [e + lo for e, lo in zip(times["extend"], times["lookup"], strict=True)]
     return {
         "extend_us": statistics.median(times["extend"]),

@@ -5,6 +5,8 @@ with :func:`inner` is called by compiled code only and becomes part of its calle
 
 Types are fixed by convention, so that one specialisation of each suffices: token ids, nodes
 and places are int32 in arrays, numbers that are passed alone are Python's, chances are float64.
+Arrays that belong together cross from Python as a tuple, which numba recognises faster than a
+NamedTuple, and get their names inside.
 """
 
 from __future__ import annotations

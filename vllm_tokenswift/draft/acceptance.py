@@ -21,21 +21,15 @@ from vllm_tokenswift.tree import Source
 
 # Match lengths at which a cell begins. A candidate at depth d below a match of length m is
 # what the next iteration would call depth 1 below a match of m + d - 1, so both share a cell.
-# (Counted on prose, code and loops: acceptance at depths 1, 2 and 3+ of one such length
-# differs by less than the counting error.)
 _MATCH_EDGES = (1, 2, 3, 4, 5, 6, 7, 9, 12, 16, 24, 32, 64, 128)
-# Solved from the mean accepted lengths measured below matches of 2, 3, 5 and 8 tokens
-# (1.2, 4.4, 7.4, 12.3): mean(m) = p(m) * (1 + mean(m + 1)).
+# Solved from mean accepted lengths: mean(m) = p(m) * (1 + mean(m + 1)).
 _MATCH_PRIORS = (0.20, 0.25, 0.60, 0.70, 0.74, 0.77, 0.80, 0.85, 0.89, 0.93, 0.95, 0.97, 0.98, 0.99)
-# What was counted above is text that follows its likeliest token. Sampled text leaves a match
-# sooner: on SmolLM2's, with and without a penalty, candidates below matches came .17 and .23 of
-# the time (depths 1 and 2+) where those priors, half unlearned, said .30 and .39. In log-odds.
+# Sampled text leaves a match sooner than text that follows its likeliest token. In log-odds.
 _SAMPLED_MATCH_OFFSET = -1.2
 # An occurrence that is not the longest match was contradicted by a longer one.
 _ALTERNATIVE_FACTOR = 0.4
 # The first token of a match is cross-examined by the n-gram table: its share among what
-# followed the bonus token anywhere. Counted on prose and code below a match of 2 tokens:
-# accepted .15, .3, .4, .7 of the time by these buckets; the offsets are in log-odds.
+# followed the bonus token anywhere. The offsets are in log-odds.
 _SUPPORT_EDGES = (0.05, 0.2, 0.8)
 _SUPPORT_OFFSETS = (-1.2, -0.5, 0.2, 1.2)
 
@@ -56,9 +50,8 @@ _HEAD_DEPTHS = 4
 # of its cache, heads are weak and know nothing of the path they are put on.
 _HEAD_TRUST = {Source.SELF: 0.95, Source.HEADS: 0.5, Source.FREE_HEADS: 0.5}
 _FIRST_HEAD_SOURCE = int(min(_HEAD_TRUST))
-# What followed the newest tokens before (``draft/proposals/context_statistics.py``). Of what
-# those chances say, half to all came true at depth 1 after 10,000 tokens of two sampled texts, and
-# all after 60,000.
+# What followed the newest tokens before (``draft/proposals/context_statistics.py``): the longer
+# the text, the more of what those chances promise comes true.
 _CONTEXT_TRUST = 0.8
 
 # Columns of the cells: the estimated chance that a candidate of that cell is accepted, its
@@ -85,9 +78,13 @@ def _shifted(probability: float, log_odds: float) -> float:
 
 
 def new_cells(sampled: bool = False) -> Floats:
-    """Cells of a request of which nothing is known, ``[cells, 2]``.
+    """Cells of a request of which nothing is known.
 
-    sampled: its tokens are drawn, not its likeliest ones.
+    Args:
+        sampled: its tokens are drawn, not its likeliest ones.
+
+    Returns:
+        float64 ``[cells, 2]``: the estimated chance, and the observations it rests on.
     """
     shift = _SAMPLED_MATCH_OFFSET if sampled else 0.0
     match_priors = [_shifted(p, shift) for p in _MATCH_PRIORS]
@@ -121,16 +118,22 @@ def _bucket(edges: Iterable[float], value: float) -> int:
 
 @inner
 def continued_match_cell(length: int) -> int:
-    """Cell of a token further down: at depth d (from 1) below a match of m, length m + d - 1."""
+    """Cell of a token further down.
+
+    Args:
+        length: at depth d (from 1) below a match of m tokens, m + d - 1.
+    """
     return max(_bucket(_MATCH_EDGES, length) - 1, 0)
 
 
 @inner
 def match_cell(match_length: int, support: float, alternative: bool) -> int:
-    """Cell of the token that directly follows a match of ``match_length`` tokens.
+    """Cell of the token that directly follows a match.
 
-    support: the token's share among what followed the bonus token so far.
-    alternative: a longer match is followed by another token.
+    Args:
+        match_length: in tokens.
+        support: the token's share among what followed the bonus token so far.
+        alternative: a longer match is followed by another token.
     """
     row = alternative * len(_SUPPORT_OFFSETS) + _bucket(_SUPPORT_EDGES, support)
     return _FIRST_SUPPORTED + row * len(_MATCH_PRIORS) + continued_match_cell(match_length)
@@ -138,9 +141,12 @@ def match_cell(match_length: int, support: float, alternative: bool) -> int:
 
 @inner
 def ngram_cell(frequency: int, share: float, depth: int) -> int:
-    """Cell of an n-gram's token: seen ``frequency`` times here, in ``share`` of the cases.
+    """Cell of an n-gram's token.
 
-    depth: from 1, counted from the n-gram's first token.
+    Args:
+        frequency: how often it was seen here.
+        share: of what was seen here.
+        depth: from 1, counted from the n-gram's first token.
     """
     row = (min(depth, _NGRAM_DEPTHS) - 1) * _COUNTS + _bucket(_COUNT_EDGES, frequency)
     return _FIRST_NGRAM + row * _SHARES + _bucket(_SHARE_EDGES, share)
@@ -155,27 +161,49 @@ def _cell_of_chance(first: int, chance: float, depth: int) -> int:
 
 @inner
 def head_cell(source: int, probability: float, depth: int) -> int:
-    """Cell of a token to which a head (or the draft pass) gives ``probability``."""
+    """Cell of a token of a head or the draft pass.
+
+    Args:
+        source: a :class:`Source` of them.
+        probability: that it gives the token.
+        depth: of the token, from 1.
+    """
     first = _FIRST_HEAD + (source - _FIRST_HEAD_SOURCE) * _HEAD_CELLS
     return _cell_of_chance(first, probability, depth)
 
 
 @inner
 def context_cell(chance: float, depth: int) -> int:
-    """Cell of a token that followed the newest ones before, with that chance by the noise."""
+    """Cell of a token that followed the newest ones before.
+
+    Args:
+        chance: that the noise leaves it.
+        depth: of the token, from 1.
+    """
     return _cell_of_chance(_FIRST_CONTEXT, chance, depth)
 
 
 @entry
 def head_rate(cells: Floats, source: int, probability: float, depth: int) -> float:
-    """Learned chance of a token that :func:`head_cell` puts into a cell."""
+    """Learned chance of a token of a head or the draft pass.
+
+    Args:
+        cells: float64 ``[cells, 2]``, of the request.
+        source, probability, depth: see :func:`head_cell`.
+    """
     rate: float = cells[head_cell(source, probability, depth), RATE]
     return rate
 
 
 @inner
 def observe_candidate(cells: Floats, cell: int, is_accepted: bool) -> None:
-    """Learn from one candidate whose parent was accepted."""
+    """Learns from a candidate whose parent was accepted.
+
+    Args:
+        cells: float64 ``[cells, 2]``, of the request.
+        cell: the candidate's.
+        is_accepted: whether the candidate came.
+    """
     weight = min(cells[cell, _WEIGHT] + 1.0, _MEMORY)
     cells[cell, _WEIGHT] = weight
     rate = cells[cell, RATE]

@@ -59,7 +59,7 @@ class DraftState:
         cells: learned acceptance (:func:`new_cells`).
         num_tokens: of the text.
         self_draft_benefit, free_heads_benefit: what sources that cost time brought.
-        self_draft_acceptance: how often what self-draft passes say comes.
+        self_draft_acceptance: how often tokens of self-draft passes come.
         back_off: whether draft attempts pay.
         head_passes: passes that free heads took lately, on average.
     """

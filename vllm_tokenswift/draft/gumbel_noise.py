@@ -62,11 +62,10 @@ class Noise(NamedTuple):
 NO_KEYS: Keys = np.zeros(0, np.uint64)
 UNSEEN_NOISE: NoiseArrays = (NO_NOISE, NO_KEYS)
 
-# Counted on SmolLM2's text at temperature 1, with and without a penalty: by the noise of
-# 23,000 offered tokens, how the odds that they came differ from all tokens' (in log-odds).
+# How the odds that a candidate comes differ by its noise, in log-odds. Counted.
 _NOISE_EDGES = (0.03, 0.25, 0.5, 1.0)
 _ODDS_FACTORS = tuple(exp(offset) for offset in (1.8, 0.85, 0.0, -0.4, -1.0))
-# Offers less likely than this are not worth looking at their noise.
+# Candidates less likely than this are not worth looking at their noise.
 _LEAST_RATE = 0.003
 _LEAST_PROBABILITY = 5e-4
 
@@ -110,7 +109,12 @@ def _murmur3_finish(state: np.uint64) -> np.uint64:
 
 @entry
 def position_key(kind: int, keys: Keys, depth: int) -> np.uint64:
-    """What the noise of a position's tokens is made from, ``depth`` positions after the next."""
+    """What the noise of a position's tokens is made from.
+
+    Args:
+        kind, keys: see :class:`Noise`.
+        depth: of the position, after the next.
+    """
     if kind == SPLITMIX:
         return splitmix64(keys[depth])
     if kind == MURMUR:
@@ -133,17 +137,21 @@ def exponential(kind: int, key: np.uint64, token: int) -> float:
 def noise_power(cuts_unlikely: bool) -> float:
     """How far the noise counts for heads: chances go by ``q / E^power``.
 
-    cuts_unlikely: min-p or its like is applied to the target's probabilities. It takes tokens
-    away that only much luck could have brought, and luck counts for less. By likelihood on
-    SmolLM2's text (356 tokens without and 587 with min-p 0.1, powers from 0.3 to 1.6): 1 took
-    the first head's top-1 from 0.23, weighed as text, to 0.32; 0.5 kept it at 0.30.
+    Args:
+        cuts_unlikely: min-p or its like is applied to the target's probabilities. It takes
+            tokens away that only much luck could have brought, and luck counts for less.
     """
     return 0.5 if cuts_unlikely else 1.0
 
 
 @inner
 def chance(probability: float, noise: float) -> float:
-    """The chance that a token is drawn where its ``probability`` is known."""
+    """The chance that a token is drawn whose probability is known.
+
+    Args:
+        probability: of the target, under the request's constraints.
+        noise: ``E_x`` of the token.
+    """
     if probability < _LEAST_PROBABILITY:
         return 0.0
     return exp(-noise * (1.0 - probability) / probability)
@@ -151,13 +159,18 @@ def chance(probability: float, noise: float) -> float:
 
 @inner
 def weighed(rate: float, noise: float) -> float:
-    """The chance that an offered token is accepted, which is ``rate`` over all noise."""
+    """The chance that a candidate is accepted.
+
+    Args:
+        rate: its chance over all noise.
+        noise: ``E_x`` of its token.
+    """
     if not _LEAST_RATE <= rate < 1.0:
         return rate
     bucket = 0
     for edge in _NOISE_EDGES:
         bucket += edge <= noise
-    # The surer an offer, the less it depends on luck.
+    # The surer a candidate, the less it depends on luck.
     odds = rate / (1.0 - rate) * (1.0 + (_ODDS_FACTORS[bucket] - 1.0) * (1.0 - rate))
     return odds / (1.0 + odds)
 

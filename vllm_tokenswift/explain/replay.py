@@ -82,7 +82,7 @@ def replay(
         state: to go on with, a new one unless given.
         on_iteration: called after each.
         most_passes: self-draft passes in a row; with more than one the rows of ``self_heads`` are
-            what each of them says, and there are no heads below.
+            what each of them proposes, and there are no heads below.
 
     Returns:
         What it came to.
@@ -136,14 +136,14 @@ def replay(
 
 
 def _pass_by_pass(
-    said: HeadProposals, plan: StepPlan, passes: SelfDraftPlanner, most_passes: int
+    of_all: HeadProposals, plan: StepPlan, passes: SelfDraftPlanner, most_passes: int
 ) -> HeadProposals:
-    """What is said by as many passes as the planner wants; said: by all, a row each."""
+    """What as many passes propose as the planner wants; of_all: what all would, a row each."""
     [request] = plan.requests
     path = SelfDraftPath()
     while True:
         depth = len(path.tokens)
-        row, chances = said.tokens[depth], said.probabilities[depth]
+        row, chances = of_all.tokens[depth], of_all.probabilities[depth]
         path.follow(row, chances, depth, request.state.cells, request.noise)
         end = PathEnd(path, depth + 1 if depth + 1 < most_passes else None)
         if not passes.go_on(plan, [end])[0]:
@@ -151,8 +151,8 @@ def _pass_by_pass(
     request.state.self_draft_acceptance.note_path(path)
     num_passes = len(path.tokens)
     return HeadProposals(
-        said.tokens[:num_passes],
-        said.probabilities[:num_passes],
+        of_all.tokens[:num_passes],
+        of_all.probabilities[:num_passes],
         free=False,
         own_depths=num_passes,
     )

@@ -21,29 +21,31 @@ Points = tuple[tuple[float, float], ...]
 class CostModel:
     """Times in milliseconds.
 
-    verify_points: (tokens in the batch, ms of a target pass at negligible context), at
-        least one. Linear between points, and beyond the last point at the slope of the last
-        segment, never falling there. Between points they may fall: on a CPU three to six rows
-        can take less time than one or two, for which its matrix products have another kernel.
-    context_points: (query rows of a request, ms that each token of its prefix adds to a pass), or
-        empty where prefixes cost nothing. More rows take no less: on a CPU attention is
-        compute-bound, so that 33 rows of a long text cost ten times what one costs; on a GPU
-        the rows of a tile share what is read, and the next tile reads it again.
-    chain_ms: what each attention chain besides a request's main one adds, and
-    chain_context_ms_per_token: per token of the prefix that it reads again. On the CPU every
-        side branch of a tree is a chain; on a GPU the whole tree shares one read (both 0).
-    draft_points: (tokens of partial KV read by the batch, ms of a draft pass for one
-        request), or empty where there is none; further requests add what they add to a
-        verify pass.
-    heads_ms: what a pass of free heads costs one request: the heads, and the LM head once more;
-    and heads_request_ms: each further request (0 where all share it).
-    host_bound_ms: the least that a pass takes which is not one CUDA graph, because the host
-        launches its attention; 0 where there are no such graphs.
-    drafting_ms: what drafting from the text for one request costs the host while the device
-        waits (``engine/profiling/host_time.py``), and drafting_request_ms: for each further one;
-        0 where a step without drafts waits as long.
+    Attributes:
+        verify_points: (tokens in the batch, ms of a target pass at negligible context), at
+            least one. Linear between points, and beyond the last point at the slope of the last
+            segment, never falling there. Between points they may fall: on a CPU some rows more
+            can take less time, where its matrix products have another kernel.
+        context_points: (query rows of a request, ms that each token of its prefix adds to a
+            pass), or empty where prefixes cost nothing. More rows take no less.
+        chain_ms: what each attention chain besides a request's main one adds. On the CPU every
+            side branch of a tree is a chain; on a GPU the whole tree shares one read (0).
+        chain_context_ms_per_token: the same per token of the prefix that it reads again.
+        draft_points: (tokens of partial KV read by the batch, ms of a draft pass for one
+            request), or empty where there is none; further requests add what they add to a
+            verify pass.
+        heads_ms: what a pass of free heads costs one request: the heads, and the LM head once
+            more.
+        heads_request_ms: each further request (0 where all share it).
+        host_bound_ms: the least that a pass takes which is not one CUDA graph, because the host
+            launches its attention; 0 where there are no such graphs.
+        drafting_ms: what drafting from the text for one request costs the host while the device
+            waits (``engine/profiling/host_time.py``); 0 where a step without drafts waits as
+            long.
+        drafting_request_ms: for each further one.
 
-    Raises ValueError for values that no machine has.
+    Raises:
+        ValueError: for values that no machine has.
     """
 
     verify_points: Points
@@ -85,10 +87,13 @@ class CostModel:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
 
     def verify_ms(self, num_tokens: int, context_tokens: int = 0, num_chains: int = 0) -> float:
-        """A target pass over ``num_tokens`` query tokens, of one request where it has a context.
+        """A target pass.
 
-        context_tokens: length of its prefix. num_chains: attention chains besides its main one
-            (their prefix costs: see :meth:`chain_cost_ms`).
+        Args:
+            num_tokens: query tokens, of one request where it has a context.
+            context_tokens: length of its prefix.
+            num_chains: attention chains besides its main one (their prefix costs: see
+                :meth:`chain_cost_ms`).
         """
         return (
             _interpolate(self.verify_points, num_tokens)
@@ -97,7 +102,13 @@ class CostModel:
         )
 
     def tree_ms(self, num_nodes: int, side_chains: int, context_len: int) -> float:
-        """A step that verifies one request's tree of ``num_nodes`` drafts."""
+        """A step that verifies one request's tree.
+
+        Args:
+            num_nodes: drafts of the tree.
+            side_chains: its chains besides the main one.
+            context_len: tokens of the prefix.
+        """
         chains_ms = side_chains * self.chain_cost_ms(context_len)
         host_ms = self.drafting_ms if num_nodes else 0.0
         return self.verify_ms(1 + num_nodes, context_len) + chains_ms + host_ms
@@ -110,9 +121,18 @@ class CostModel:
         context_tokens: int = 0,
         num_requests: int = 1,
     ) -> npt.NDArray[np.float64]:
-        """float64 ``[most_nodes + 1]``: a step of ``num_plain`` query tokens and, by number,
-        draft nodes. drafting_ms: of the host, for any nodes at all. context_tokens: prefix
-        lengths of ``num_requests``, which the nodes are drafted for, summed."""
+        """A step by its number of draft nodes.
+
+        Args:
+            num_plain: its other query tokens.
+            most_nodes: that the curve goes to.
+            drafting_ms: of the host, for any nodes at all.
+            context_tokens: prefix lengths of the requests, summed.
+            num_requests: which the nodes are drafted for.
+
+        Returns:
+            float64 ``[most_nodes + 1]``.
+        """
         curve = self.verify_curve_ms(num_plain, num_plain + most_nodes)
         curve[1:] += drafting_ms
         if context_tokens and self.context_points:
@@ -121,36 +141,61 @@ class CostModel:
         return curve
 
     def host_drafting_ms(self, num_requests: int) -> float:
-        """What it costs the host to draft from the texts of so many requests, one at least."""
+        """What it costs the host to draft from texts.
+
+        Args:
+            num_requests: whose texts, one at least.
+        """
         return self.drafting_ms + self.drafting_request_ms * (num_requests - 1)
 
     def context_ms(self, context_tokens: int, num_rows: float = 1.0) -> float:
-        """What prefixes of ``context_tokens`` in all add to a pass, of requests with ``num_rows``
-        query rows each (on average)."""
+        """What prefixes add to a pass.
+
+        Args:
+            context_tokens: their tokens in all.
+            num_rows: query rows of each request, on average.
+        """
         if not self.context_points:
             return 0.0
         return context_tokens * _interpolate(self.context_points, num_rows)
 
     def verify_curve_ms(self, first: int, last: int) -> npt.NDArray[np.float64]:
-        """float64 ``[last - first + 1]``: a pass over ``first..last`` tokens, no context."""
+        """Passes without context, by their tokens.
+
+        Args:
+            first: the fewest tokens.
+            last: the most.
+
+        Returns:
+            float64 ``[last - first + 1]``.
+        """
         return _interpolated(self.verify_points, np.arange(first, last + 1, dtype=np.float64))
 
     @property
     def chains_cost(self) -> bool:
-        """Whether side branches do."""
+        """Whether side branches cost time."""
         return self.chain_ms > 0 or self.chain_context_ms_per_token > 0
 
     def chain_cost_ms(self, context_len: int) -> float:
-        """One side branch of a request whose prefix is ``context_len`` tokens long."""
+        """A side branch of a request.
+
+        Args:
+            context_len: tokens of its prefix.
+        """
         return self.chain_ms + self.chain_context_ms_per_token * context_len
 
     def draft_pass_ms(self, kv_tokens: int, num_requests: int = 1) -> float:
-        """A draft pass over one token of each request, reading ``kv_tokens`` in all.
+        """A draft pass over one token of each request.
 
         Before it and behind it the device waits for the host about once more as long as for
-        drafts of the text (an 8B model on an H200: 2.0 and 1.7 ms).
+        drafts of the text.
 
-        Raises ValueError where no draft pass was measured.
+        Args:
+            kv_tokens: of partial KV that it reads, of all requests.
+            num_requests: that have the pass.
+
+        Raises:
+            ValueError: where no draft pass was measured.
         """
         if not self.draft_points:
             raise ValueError("draft_points is empty: no draft pass was measured")
@@ -159,22 +204,38 @@ class CostModel:
         return _interpolate(self.draft_points, kv_tokens) + more_rows + host_ms
 
     def rows_ms(self, num_tokens: int, more: float) -> float:
-        """What ``more`` rows (on average) add to a pass over ``num_tokens``, at least nothing:
-        where they would save time, it is not spent on what brings them.
+        """What further rows add to a pass, at least nothing: where they would save time, it is not
+        spent on what brings them.
+
+        Args:
+            num_tokens: of the pass.
+            more: rows, on average.
         """
         points = self.verify_points
         return max(0.0, _interpolate(points, num_tokens + more) - _interpolate(points, num_tokens))
 
     def heads_pass_ms(self, num_requests: int) -> float:
-        """A pass of free heads for some requests, one at least."""
+        """A pass of free heads.
+
+        Args:
+            num_requests: that it is for, one at least.
+        """
         return self.heads_ms + self.heads_request_ms * (num_requests - 1)
 
     def to_json(self) -> str:
+        """As JSON; :meth:`from_json` reads it back."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> CostModel:
-        """Raises ValueError where the text is not a cost model's."""
+        """A cost model from what :meth:`to_json` wrote.
+
+        Args:
+            text: its JSON.
+
+        Raises:
+            ValueError: where the text is not a cost model's.
+        """
         fields = json.loads(text)
         try:
             for name in ("verify_points", "draft_points", "context_points"):

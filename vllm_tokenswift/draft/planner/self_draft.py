@@ -7,7 +7,7 @@ a row brings
 
     r * (q - max(t, (1 - q) * f))
 
-tokens, where ``q`` is the chance that what it says comes, ``t`` the chance that the tree planned
+tokens, where ``q`` is the chance that its token comes, ``t`` the chance that the tree planned
 without passes goes on along the path anyway, and ``f`` the tokens that others (heads) bring
 below the path's end, wherever that is: with the pass ``q * (1 + f)`` come, without it ``f``. It
 is run for the requests with whom the step's pace becomes the fastest.
@@ -33,7 +33,7 @@ from vllm_tokenswift.draft.planner.self_draft_acceptance import SelfDraftAccepta
 from vllm_tokenswift.draft.planner.source_benefit import best_group
 from vllm_tokenswift.tree import DraftTree
 
-# What the first pass says while nobody has looked at it.
+# The first pass while nobody knows its token.
 _SURE = SelfDraftPath(tokens=[], reach=[1.0], ages=[])
 
 
@@ -42,7 +42,7 @@ class PathEnd:
     """Where the passes of one request stand.
 
     Attributes:
-        path: what they said so far.
+        path: their tokens so far.
         age: of the blocks that another pass reads, in tokens (``self_draft_acceptance.py``);
             None where there can be none.
     """
@@ -67,7 +67,7 @@ class SelfDraftPlanner:
         return self._planner.mode == "auto" and bool(self._planner.cost.draft_points)
 
     def may_go_on(self, plan: StepPlan, ages: Sequence[int | None], passed: Sequence[bool]) -> bool:
-        """Whether another pass might pay once the first is run, whatever that one says.
+        """Whether another pass might pay once the first is run, whatever its token.
 
         Args:
             plan: of the step without passes.
@@ -152,7 +152,7 @@ def expected_tokens(path: SelfDraftPath, acceptance: SelfDraftAcceptance) -> flo
     """Tokens of an iteration whose passes end here.
 
     Args:
-        path: that the passes said.
+        path: of the passes.
         acceptance: what the request's paths taught.
     """
     return 1.0 + sum(path.reach) + path.reach[-1] * acceptance.after

@@ -1,8 +1,8 @@
-"""How often what a self-draft pass says comes true, by the age of the blocks it reads.
+"""How often the token of a self-draft pass comes, by the age of the blocks it reads.
 
 Of each pass one token is followed: the likeliest one. An iteration's passes make a *path*, each
-token said by a pass below the one before. What a pass says is compared with the tokens that came
-as far as these are known: where all before it came, it did or did not.
+token below the one before. They are compared with the tokens that came as far as these are known:
+where all before a token came, it did or did not.
 
 The *age* of a pass is the number of tokens written since its blocks were selected, 0 where it
 reads the whole cache.
@@ -24,18 +24,17 @@ from vllm_tokenswift.tree import Source
 # Ages at which a bucket begins: the whole cache; blocks as good as new; older and older.
 _AGE_EDGES = (1, 33, 129, 513, 2049)
 _YOUNG = 1
-# The design study's agreement of partial and full cache is .97 with a fresh selection of 2,048
-# tokens and .83 with an old one of 512.
+# Between the agreement of the full cache with a fresh selection and with an old one.
 _PRIOR = 0.9
 _PRIOR_WEIGHT = 4.0
 _MEMORY = 256.0
-# What further passes said is forgotten while there are none, so that they are tried again.
+# What is known of further passes is forgotten while there are none, so that they are tried again.
 _KEPT_UNASKED = 1 - 1 / 128
 
 
 @dataclass
 class SelfDraftPath:
-    """What an iteration's passes said of one request, as far as it was followed.
+    """The tokens of an iteration's passes for one request, as far as they were followed.
 
     Attributes:
         tokens: of each pass the one followed.
@@ -88,7 +87,7 @@ class SelfDraftAcceptance:
         self._after = _Mean()
         self._path: SelfDraftPath | None = None
         self._age = 0
-        self._since_selection = [0] * len(self._first)  # tokens said, by age
+        self._since_selection = [0] * len(self._first)  # tokens of passes, by age
 
     def note_path(self, path: SelfDraftPath) -> None:
         """This step's passes, one at least; :meth:`observe_tokens` tells what came."""
@@ -115,17 +114,21 @@ class SelfDraftAcceptance:
         if len(path.tokens) == 1:
             self._further.weight *= _KEPT_UNASKED
         # What follows the tokens emitted is not known yet.
-        for depth, (token, said) in enumerate(zip(tokens, path.tokens, strict=False)):
+        for depth, (token, drafted) in enumerate(zip(tokens, path.tokens, strict=False)):
             rate = self._further if depth else self._first[_bucket(path.ages[0])]
-            rate.observe(float(token == said))
-            if token != said:
+            rate.observe(float(token == drafted))
+            if token != drafted:
                 return max(depth - 1, 0)
         if len(tokens) > len(path.tokens):
             self._after.observe(len(tokens) - len(path.tokens) - 1)
         return min(len(tokens), len(path.tokens)) - 1
 
     def first_rate(self, age: int) -> float:
-        """Chance that a step's first pass of that age says what comes."""
+        """Chance that the token of a step's first pass comes.
+
+        Args:
+            age: of the pass, in tokens.
+        """
         rate = _PRIOR
         bucket = _bucket(age)
         for known in self._first[min(bucket, _YOUNG) : bucket + 1]:
@@ -133,7 +136,11 @@ class SelfDraftAcceptance:
         return rate
 
     def further_rate(self, age: int) -> float:
-        """The same of a further pass, where all before it came; the first's until it is known."""
+        """The same of a further pass, where all before it came; the first's until it is known.
+
+        Args:
+            age: of the pass, in tokens.
+        """
         return self._further.value(self.first_rate(age))
 
     @property
@@ -145,7 +152,7 @@ class SelfDraftAcceptance:
     def lost(self) -> float:
         """Tokens lost since the selection because it grew old, as far as that is certain.
 
-        The sum over what was said since then of ``max(0, h(1..32) - h(a) - s)``, where ``h(a)``
+        The sum over passes since then of ``max(0, h(1..32) - h(a) - s)``, where ``h(a)``
         is how often such tokens came at that age and ``s`` the standard error of the difference.
         """
         young, tokens = self._first[_YOUNG], 0.0

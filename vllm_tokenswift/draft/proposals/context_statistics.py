@@ -6,11 +6,11 @@ near the target's own distribution where a text goes on in its own words without
 itself; and with a distribution and the noise that will decide the sample
 (``draft/gumbel_noise.py``) the likeliest draft is ``argmax q / E``.
 
-A token that was drawn says which one it was. The target said more when it was drawn: what it
-found likeliest there, and how likely; and it said so at the drafts too that it did not accept,
-whose contexts often come a little later (``draft/top_tokens.py``; Luo et al., "Turning Trash into
-Treasure", 2024, keep such candidates by the last token). Where these top-k are known, each of
-them is counted by its probability instead of the drawn one by 1.
+A verify pass tells more than which token was drawn: what the target found likeliest, and how
+likely, also at the drafts that it did not accept, whose contexts often come a little later
+(``draft/top_tokens.py``; Luo et al., "Turning Trash into Treasure", 2024, keep such candidates by
+the last token). Where this top-k is known, each of its tokens is counted by its probability
+instead of the drawn one by 1.
 
 Lists lie in a *pool* and move to a larger place when they are full, so a context that was seen
 once takes little room. A list holds the weightiest followers, the newest of equals first;
@@ -44,9 +44,9 @@ MOST_CONTEXTS = 1 << 15
 _HALF_LIFE = 3000.0
 # A context of weight N with d followers that were drawn, each seen for the first time (no more than
 # a list holds), has a share of N / (N + 1 + 4 d) in the mixture; the shorter ones share the rest
-# (Witten and Bell, 1991). What the target said itself is no sample of it, and leaves d as it was.
+# (Witten and Bell, 1991). A verify top-k is no sample of the text, and leaves d as it was.
 _UNSEEN = 4.0
-_UNSAID = 1.0
+_UNKNOWN = 1.0
 
 # Columns of the table: where the list lies in the pool, how many followers it has room for, how
 # many it holds, how many were new to it when they were drawn, and when its weights were last
@@ -336,7 +336,7 @@ def mix_followers(contexts: Contexts, newest: Ints, found: Ints, shares: Floats)
         first, listed = table[row, _PLACE], table[row, _LISTED]
         total = _total(table, pool, row)
         weight = total * _faded(counts[_LENGTH], table[row, _WHEN])
-        share = weight / (weight + _UNSAID + _UNSEEN * min(table[row, _DISTINCT], _MOST))
+        share = weight / (weight + _UNKNOWN + _UNSEEN * min(table[row, _DISTINCT], _MOST))
         for index in range(number):
             shares[index] *= 1.0 - share
         for at in range(first, first + 2 * listed, 2):
@@ -392,7 +392,7 @@ class ContextTable:
 
         Args:
             tokens: int32 ``[.]``, emitted.
-            verified: what the pass said at the nodes it verified.
+            verified: the top-k of the pass.
         """
         tree, top_k = (verified.tree.tokens, verified.tree.parents), verified.top_k
         node = 0
