@@ -412,7 +412,7 @@ def check_sampling(report: Report) -> None:
 
 
 def check_heads(report: Report) -> None:
-    """The kernels between a descent's matrix products, each in memory of its own.
+    """The kernels between a head beam's matrix products, each in memory of its own.
 
     Not the graphs that hold them (``cuda/heads/beam_graph.py``): without PyTorch's caching of
     memory nothing can be captured.

@@ -35,18 +35,18 @@ def test_compiled_heads_draft_what_torch_drafts(tiny_model, sequential_heads):
     options = {"heads": str(sequential_heads), "self_draft": "off", "plan": "auto"}
     with engine(tiny_model, dtype="bfloat16", **tokenswift(**options)) as llm:
         drafts = always_asked(llm)
-        descent, original = drafts._descent, drafts.candidates
-        assert descent is not None
+        beam, original = drafts._head_beam, drafts.candidates
+        assert beam is not None
         said = []
 
         def both(requests, own, start):
             blind = [replace(request, noise=None) for request in requests]
             compiled = original(blind, own, start)
-            drafts._descent = None
+            drafts._head_beam = None
             try:
                 said.extend(zip(compiled, original(blind, own, start), strict=True))
             finally:
-                drafts._descent = descent
+                drafts._head_beam = beam
             return original(requests, own, start)
 
         drafts.candidates = both
@@ -89,11 +89,11 @@ def test_batches_too_large_for_the_compiled_heads_go_through_torch(tiny_model, s
 def test_heads_begin_for_all_that_may_where_most_asked(tiny_model, sequential_heads, monkeypatch):
     """As on a GPU, where they run by themselves; a bias is over the whole vocabulary."""
     monkeypatch.setattr(CPUHeadBeam, "runs_ahead", True)
-    began, descended = [], []
+    began, searched = [], []
     options = {"heads": str(sequential_heads), "self_draft": "off", "plan": "auto"}
     with engine(tiny_model, dtype="bfloat16", **tokenswift(**options)) as llm:
         drafts = always_asked(llm)
-        launch_free, launch = drafts.launch_free, drafts._descent.launch
+        launch_free, launch = drafts.launch_free, drafts._head_beam.launch_search
 
         def asked_by_half(plan):
             """Others in every step; all of them as if they had been asked in the last."""
@@ -105,19 +105,19 @@ def test_heads_begin_for_all_that_may_where_most_asked(tiny_model, sequential_he
             began.append({request.req_id for request in requests})
             launch_free(requests, start)
 
-        def descending(some, *arguments):
-            descended.append(len(some))
+        def searching(some, *arguments):
+            searched.append(len(some))
             return launch(some, *arguments)
 
         runner_of(llm).tree_drafter.planner.wants_free_heads = asked_by_half
-        drafts.launch_free, drafts._descent.launch = beginning, descending
+        drafts.launch_free, drafts._head_beam.launch_search = beginning, searching
         prompts = [prompt_of(9 + seed, seed) for seed in range(4)]
         biased = SamplingParams(max_tokens=30, seed=4, ignore_eos=True, logit_bias={5: 2.0})
         generate(llm, prompts, [*(penalised(30) for _ in range(3)), biased])
     assert max(map(len, began)) == 3
     assert not any(request.split("-")[0] == "3" for of_step in began for request in of_step)
     # What began is what was asked about, but for the first steps of texts.
-    assert len(descended) <= len(began) + 4
+    assert len(searched) <= len(began) + 4
 
 
 def test_tokens_are_plain_vllms_in_bfloat16_too(tiny_model, sequential_heads):

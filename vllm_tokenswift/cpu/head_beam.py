@@ -26,8 +26,12 @@ from vllm_tokenswift.sampling.sampling_state import SamplingState
 class CPUHeadBeam:
     """See :class:`~vllm_tokenswift.engine.head_beam.HeadBeam`.
 
-    heads: of the sequential form. part: the vocabulary they propose. lm_rows: ``[part,
-    hidden]``, the LM head's rows of it. least_chance: of a path that is followed.
+    Args:
+        heads: of the sequential form.
+        part: the vocabulary they propose.
+        lm_rows: ``[part, hidden]``, the LM head's rows of it.
+        embed: of the target's input tokens.
+        least_chance: of a path that is followed, 0 to 1.
     """
 
     runs_ahead = False
@@ -46,14 +50,14 @@ class CPUHeadBeam:
         self._num_heads = heads.num_heads
         self._part, self._embed = part, embed
         self._least_chance = least_chance
-        self._alone = torch.ones(1, heads.hidden_size)
+        self._dummy_hidden = torch.ones(1, heads.hidden_size)
         self._levels: list[np.ndarray] = []
 
-    def launch(
+    def launch_search(
         self,
         states: Sequence[SamplingState],
         sees_noise: Sequence[bool],
-        starts: Sequence[BeamRoot],
+        roots: Sequence[BeamRoot],
         hidden: torch.Tensor,
         depth: int,
     ) -> bool:
@@ -63,26 +67,26 @@ class CPUHeadBeam:
             self._noise(state, depth) if sees else None
             for state, sees in zip(states, sees_noise, strict=True)
         ]
-        self._levels = self._chain.descend(
+        self._levels = self._chain.search(
             hidden,
-            [(start.request, start.chance) for start in starts],
-            self._embedded(starts),
+            [(root.request, root.chance) for root in roots],
+            self._embedded(roots),
             [self._scales(state) for state in states],
             noises,
             self._least_chance,
         )
         return True
 
-    def _embedded(self, starts: Sequence[BeamRoot]) -> npt.NDArray[np.int16]:
-        """``[starts, hidden]``. Most tokens are of the part: their rows are at hand, and every
+    def _embedded(self, roots: Sequence[BeamRoot]) -> npt.NDArray[np.int16]:
+        """``[roots, hidden]``. Most tokens are of the part: their rows are at hand, and every
         torch operation right after a pass of the model takes long (its code is out of cache)."""
-        rows = np.empty((len(starts), self._embeddings.shape[1]), np.int16)
-        for row, start in zip(rows, starts, strict=True):
-            place = self._part.place(start.token)
+        rows = np.empty((len(roots), self._embeddings.shape[1]), np.int16)
+        for row, root in zip(rows, roots, strict=True):
+            place = self._part.place(root.token)
             if place < len(self._embeddings):
                 row[:] = self._embeddings[place]
             else:
-                embedded = self._embed(torch.tensor([start.token]))
+                embedded = self._embed(torch.tensor([root.token]))
                 row[:] = _bits(embedded.to(torch.bfloat16))[0]
         return rows
 
@@ -90,7 +94,7 @@ class CPUHeadBeam:
         outside, positive, negative = map(float, self._part.scales_of(state))
         return LogitScales(self._part.in_window(state), outside, positive, negative)
 
-    def found(self) -> list[list[BeamRow]]:
+    def found_rows(self) -> list[list[BeamRow]]:
         found: list[list[BeamRow]] = []
         for level, rows in enumerate(self._levels):
             above = rows["above"].tolist() if level > 0 else range(len(rows))
@@ -103,19 +107,21 @@ class CPUHeadBeam:
         keys = [state.draws.key_at(depth + level) for level in range(self._num_heads)]
         return HeadNoise(keys, noise_power(state.cuts_unlikely))
 
-    def alone(self) -> object:
+    def dummy_run(self) -> object:
         scales = LogitScales(np.zeros(len(self._part.tokens), np.uint8), 1.0, 1.0, 1.0)
-        start = self._embeddings[:1]
+        embedded = self._embeddings[:1]
         impossible = 2.0  # no path is followed
-        return self._chain.descend(self._alone, [(0, 1.0)], start, [scales], [None], impossible)
+        return self._chain.search(
+            self._dummy_hidden, [(0, 1.0)], embedded, [scales], [None], impossible
+        )
 
 
 def _bits(tensor: torch.Tensor) -> npt.NDArray[np.int16]:
-    """A bfloat16 tensor's, which numpy has no type for."""
+    """The bits of a bfloat16 tensor, which numpy has no type for."""
     bits: npt.NDArray[np.int16] = tensor.detach().contiguous().view(torch.int16).numpy()
     return bits
 
 
 def _row(above: int, place: int, tokens: list[int], chances: list[float]) -> BeamRow:
-    offered = sum(chance > 0.0 for chance in chances)
-    return BeamRow(above, place, tokens[:offered], chances[:offered])
+    number = sum(chance > 0.0 for chance in chances)
+    return BeamRow(above, place, tokens[:number], chances[:number])

@@ -17,7 +17,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { MAX_ROWS = 32, TOP = 8, PATHS = 2, CHUNKS = 64 };
+enum { MAX_ROWS = 32, TOP = 8, BEAM_WIDTH = 2, CHUNKS = 64 };
 
 /* Below the likeliest token by this much in log-probability, a token's noise is not looked at:
  * one in e^REACH tokens would have the luck to come. */
@@ -159,7 +159,7 @@ static uint64_t splitmix64(uint64_t state) {
     return state ^ (state >> 31);
 }
 
-/* Logarithm of a token's exponential noise (sampling/noise.py, SeedDraws.noise_at). */
+/* Logarithm of a token's exponential noise, as drafting has it; key: SeedDraws.key_at. */
 static float log_noise(uint64_t key, int32_t token) {
     const uint64_t bits = splitmix64(key + ((uint64_t)token + 1) * 0x9E3779B97F4A7C15u) >> 11;
     return (float)log(-log(((double)bits + 0.5) * 0x1p-53));
@@ -182,7 +182,7 @@ static float largest_of(Found (*found)[MAX_ROWS], int row) {
     return largest;
 }
 
-/* One head below some paths: new_states, and of each row the tokens and their chances.
+/* One head below all paths: new_states, and of each row the tokens and their chances.
  * states, embedded: by row, where they lie. work: see tokenswift_descend. */
 static void pass(const Chain *chain, int level, const Request *requests, int num_rows, Row *rows,
                  const float *const *states, const uint16_t *const *embedded, float *work,
@@ -279,21 +279,21 @@ static void pass(const Chain *chain, int level, const Request *requests, int num
         }
         for (int i = 0; i < TOP; i++) {
             /* Fewer than TOP may be within reach: the others have no chance. */
-            const int offered = top[i].value > -INFINITY;
-            rows[r].chances[i] = offered ? expf(top[i].value - largest) / sum : 0.0f;
+            const int has_chance = top[i].value > -INFINITY;
+            rows[r].chances[i] = has_chance ? expf(top[i].value - largest) / sum : 0.0f;
             rows[r].places[i] = top[i].index;
             rows[r].tokens[i] = chain->tokens[top[i].index];
         }
     }
 }
 
-/* The paths of the next level: of each request the PATHS best that have least_chance. */
-static int choose(const Chain *chain, const Row *rows, int num_rows, float least_chance,
-                  Row *next, const uint16_t **embedded) {
+/* The paths of the next level: of each request the BEAM_WIDTH best that have least_chance. */
+static int choose_paths(const Chain *chain, const Row *rows, int num_rows, float least_chance,
+                        Row *next, const uint16_t **embedded) {
     int count = 0;
     for (int first = 0, end; first < num_rows; first = end) {
         for (end = first; end < num_rows && rows[end].request == rows[first].request; end++) {}
-        Row best[PATHS];
+        Row best[BEAM_WIDTH];
         int kept = 0;
         for (int r = first; r < end; r++) {
             for (int i = 0; i < TOP; i++) {
@@ -301,8 +301,8 @@ static int choose(const Chain *chain, const Row *rows, int num_rows, float least
                 if (chance < least_chance) break; /* likeliest first */
                 int place = kept;
                 while (place > 0 && best[place - 1].chance < chance) place--;
-                if (place == PATHS) continue;
-                if (kept < PATHS) kept++;
+                if (place == BEAM_WIDTH) continue;
+                if (kept < BEAM_WIDTH) kept++;
                 for (int p = kept - 1; p > place; p--) best[p] = best[p - 1];
                 best[place].request = rows[r].request;
                 best[place].above = r;
@@ -334,8 +334,8 @@ void tokenswift_descend(const Chain *chain, const Request *requests, const float
     for (int level = 0; level < chain->num_heads; level++) {
         Row *own = rows + (size_t)level * MAX_ROWS;
         if (level > 0) {
-            counts[level] = choose(chain, own - MAX_ROWS, counts[level - 1], least_chance, own,
-                                   embedded_rows);
+            counts[level] = choose_paths(chain, own - MAX_ROWS, counts[level - 1], least_chance,
+                                         own, embedded_rows);
         }
         if (counts[level] == 0) {
             for (int rest_of = level; rest_of < chain->num_heads; rest_of++) counts[rest_of] = 0;

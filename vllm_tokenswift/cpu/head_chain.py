@@ -1,7 +1,7 @@
 """Sequential heads on a CPU, along the likeliest paths in one call of compiled code.
 
 ``head_chain.c`` is compiled at installation where there is a C compiler. Without it the heads
-go through torch, one by one, which takes three times as long.
+go through torch, one by one, which takes longer.
 """
 
 from __future__ import annotations
@@ -97,8 +97,10 @@ def is_compiled() -> bool:
 class HeadNoise:
     """What is known of the noise that will decide a request's samples.
 
-    keys: for each head the state of the noise at its tokens' position
-    (``SeedDraws.key_at``). power: how far it counts, see ``draft/gumbel_noise.py``.
+    Args:
+        keys: for each head the state of the noise at its tokens' position
+            (``SeedDraws.key_at``).
+        power: how far it counts, see ``draft/gumbel_noise.py``.
     """
 
     keys: Sequence[int]
@@ -109,8 +111,12 @@ class HeadNoise:
 class LogitScales:
     """What a request's logits are multiplied by.
 
-    in_window: uint8 ``[vocabulary of the heads]``, 1 for the tokens of the penalty's window.
-    outside: of the others. positive, negative: of those in it, by the logit's sign.
+    Args:
+        in_window: uint8 ``[vocabulary of the heads]``, 1 for the tokens of the penalty's
+            window.
+        outside: factor of the logits of all other tokens.
+        positive: of the positive logits of tokens in the window.
+        negative: of their negative logits.
     """
 
     in_window: npt.NDArray[np.uint8]
@@ -122,9 +128,10 @@ class LogitScales:
 class CpuHeadChain:
     """The heads' weights in int8, and their run.
 
-    heads: of the ``sequential`` form, with a vocabulary of at least :data:`TOP` tokens.
-    lm_rows, embeddings: ``[vocabulary of the heads, hidden]``, the rows of the target's LM
-    head and embedding for it.
+    Args:
+        heads: of the ``sequential`` form, with a vocabulary of at least :data:`TOP` tokens.
+        lm_rows: ``[vocabulary of the heads, hidden]``, the rows of the target's LM head for it.
+        embeddings: ``[vocabulary of the heads, hidden]``, those of its embedding.
     """
 
     def __init__(self, heads: DraftHeads, lm_rows: torch.Tensor, embeddings: torch.Tensor) -> None:
@@ -170,28 +177,36 @@ class CpuHeadChain:
             head.input_layernorm.eps,
         )
 
-    def descend(
+    def search(
         self,
         hidden: torch.Tensor,
-        starts: Sequence[tuple[int, float]],
+        roots: Sequence[tuple[int, float]],
         embedded: npt.NDArray[np.int16],
         scales: Sequence[LogitScales],
         noises: Sequence[HeadNoise | None],
         least_chance: float,
     ) -> list[npt.NDArray[Any]]:
-        """Runs head after head, along the :data:`BEAM_WIDTH` best paths of each request that have
+        """Head beam search: runs head after head along the best paths of each request.
+
+        Followed are the :data:`BEAM_WIDTH` best paths of each request that have
         ``least_chance``; ``len(noises) * BEAM_WIDTH`` is at most :data:`MAX_ROWS`.
 
-        hidden: ``[requests, hidden]``, what head 0 starts from. starts: paths' requests, in
-        order and at most :data:`BEAM_WIDTH` of each, and chances. embedded: ``[starts, hidden]``,
-        the bits of their tokens' embeddings in bfloat16. scales, noises: by request; None: the
-        noise is not looked at.
+        Args:
+            hidden: ``[requests, hidden]``, what head 0 starts from.
+            roots: requests and chances of the paths that are begun, in the requests' order
+                and at most :data:`BEAM_WIDTH` of each.
+            embedded: ``[roots, hidden]``, the bits of their tokens' embeddings in bfloat16.
+            scales: of each request.
+            noises: of each request; None: the noise is not looked at.
+            least_chance: of a path that is followed, 0 to 1.
 
-        Returns for each head that had paths its rows, of :data:`ROW`: request, place in the
-        level above (of the request, for the first head) and among that row's tokens, chance
-        of the path; and the :data:`TOP` likeliest tokens below, likeliest first, with their
-        chances. Valid until the next call. Without noise chances are probabilities q of the
-        scaled logits; with it they are in proportion to q / E^power, E the token's noise.
+        Returns:
+            For each head that had paths its rows, of :data:`ROW`: request, place in the level
+            above (of the request, for the first head) and among that row's tokens, chance of
+            the path; and the :data:`TOP` likeliest tokens below, likeliest first, with their
+            chances. Valid until the next call. Without noise chances are probabilities q of
+            the scaled logits; with it they are in proportion to q / E^power, E the token's
+            noise.
         """
         assert len(noises) * BEAM_WIDTH <= MAX_ROWS
         states = hidden.float().contiguous()
@@ -206,10 +221,10 @@ class CpuHeadChain:
             if noise is not None:
                 keys[index] = np.array(noise.keys, np.uint64)
                 requests[index].noise_power = noise.power
-        for row, (request, chance) in zip(self._rows[0], starts, strict=False):
+        for row, (request, chance) in zip(self._rows[0], roots, strict=False):
             row["request"] = row["above"] = request
             row["chance"] = chance
-        self._counts[0] = len(starts)
+        self._counts[0] = len(roots)
         self._run(
             ctypes.byref(self._chain),
             requests,

@@ -52,7 +52,7 @@ class Drafter:
             runner.tree_attention,
             runner.trial_pass,
             lambda output: runner.model.compute_logits(self._post_norm(output)),
-            self.head_drafter.alone if self.heads is not None else None,
+            self.head_drafter.dummy_run if self.heads is not None else None,
             runner.host_bound_pass,
             runner.device,
         )

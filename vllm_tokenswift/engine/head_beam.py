@@ -16,8 +16,8 @@ from vllm_tokenswift.sampling.sampling_state import SamplingState
 
 BEAM_WIDTH = 2
 """Paths of a request that heads go on with."""
-OFFERED_TOKENS = 8
-"""Likeliest tokens below a path that are offered to the planner, which takes a few."""
+PROPOSED_TOKENS = 8
+"""Likeliest tokens below a path that are proposed to the planner, which takes a few."""
 
 Embed = Callable[[torch.Tensor], torch.Tensor]
 """int64 ``[tokens]`` -> ``[tokens, hidden]``, by the target."""
@@ -25,7 +25,13 @@ Embed = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class BeamRoot:
-    """Where a path begins: behind ``token`` of request ``request`` (an index), with its chance."""
+    """Where a path begins.
+
+    Args:
+        request: index of the request.
+        token: the token that the path begins behind.
+        chance: that this token is accepted, 0 to 1.
+    """
 
     request: int
     token: int
@@ -34,12 +40,14 @@ class BeamRoot:
 
 @dataclass(frozen=True)
 class BeamRow:
-    """What a head offers below a path: tokens, likeliest first, and their probabilities.
+    """What a head proposes below a path.
 
-    Those know the noise where the request sees it (``draft/gumbel_noise.py``).
-
-    above: the row of the level above that the path comes from (at the first level: the start);
-    place: which of its tokens it follows.
+    Args:
+        above: the row of the level above that the path comes from; at the first level the root.
+        place: which of that row's tokens the path follows.
+        tokens: likeliest first.
+        probabilities: theirs; they know the noise where the request sees it
+            (``draft/gumbel_noise.py``).
     """
 
     above: int
@@ -49,31 +57,37 @@ class BeamRow:
 
 
 class HeadBeam(Protocol):
-    """All heads, from the starts down along the likeliest paths."""
+    """Head beam search: all heads, from the roots down along the likeliest paths."""
 
     runs_ahead: bool
     """Whether it runs while the host goes on, always through all heads; else the host runs
     it, heads below the last path are saved, and the cost goes by level."""
 
-    def launch(
+    def launch_search(
         self,
         states: Sequence[SamplingState],
         sees_noise: Sequence[bool],
-        starts: Sequence[BeamRoot],
+        roots: Sequence[BeamRoot],
         hidden: torch.Tensor,
         depth: int,
     ) -> bool:
-        """Begins a descent that nobody waits for yet; False where they are too many.
+        """Begins a search that nobody waits for yet.
 
-        states, sees_noise: by request, none that needs constraints over the whole vocabulary
-        (``DraftVocabulary.suffices``); whether its noise is looked at. starts: in the order of
-        their requests. hidden: ``[requests, hidden]``, what head 0 starts from. depth: of the
-        first level's tokens, from 0.
+        Args:
+            states: of each request, none of which needs constraints over the whole vocabulary
+                (``DraftVocabulary.suffices``).
+            sees_noise: of each request, whether its noise is looked at.
+            roots: in the order of their requests, at most :data:`BEAM_WIDTH` of each.
+            hidden: ``[requests, hidden]``, what head 0 starts from.
+            depth: of the first level's tokens, from 0.
+
+        Returns:
+            False where the requests are too many, and nothing was begun.
         """
 
-    def found(self) -> list[list[BeamRow]]:
-        """The rows of the descent launched last, by level, a level for each head."""
+    def found_rows(self) -> list[list[BeamRow]]:
+        """The rows of the search launched last, by level, a level for each head."""
 
-    def alone(self) -> object:
-        """The descent of one request, for its cost: all of it where it :attr:`runs_ahead`, else
-        one level."""
+    def dummy_run(self) -> object:
+        """Searches for one made-up request, for the cost: all of it where the search
+        :attr:`runs_ahead`, else one level."""

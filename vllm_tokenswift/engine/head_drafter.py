@@ -20,7 +20,7 @@ import torch
 from vllm_tokenswift.common.staging import Staging
 from vllm_tokenswift.draft.proposals.head_proposals import NO_ROW, HeadProposals
 from vllm_tokenswift.engine.draft_request import HeadRequest
-from vllm_tokenswift.engine.head_beam import BEAM_WIDTH, OFFERED_TOKENS, BeamRoot, HeadBeam
+from vllm_tokenswift.engine.head_beam import BEAM_WIDTH, PROPOSED_TOKENS, BeamRoot, HeadBeam
 from vllm_tokenswift.engine.runner_view import RunnerView
 from vllm_tokenswift.heads.model import DraftHeads
 from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
@@ -104,10 +104,10 @@ class HeadDrafter:
         if self.heads is not None and (vocabulary := self.heads.vocabulary) is not None:
             self._part = DraftVocabulary(vocabulary, self.tree_sampler.vocab_size)
             self._lm_rows = self._rows_of_lm_head(vocabulary)
-        self._descent = self._platform_descent(runner)
+        self._head_beam = self._make_head_beam(runner)
         self._launched: tuple[HeadRequest, ...] = ()
 
-    def _platform_descent(self, runner: RunnerView) -> HeadBeam | None:
+    def _make_head_beam(self, runner: RunnerView) -> HeadBeam | None:
         if self.heads is None or not self.heads.is_sequential or self.options.plan != "auto":
             return None
         if self._part is None or self._lm_rows is None:
@@ -130,7 +130,7 @@ class HeadDrafter:
         if self.options.plan == "auto":
             # Every head has its say, and the noise picks among many what deserves a node.
             depths = (self.heads.num_heads if self.heads is not None else 0) + (not free)
-            widths = [OFFERED_TOKENS] * depths
+            widths = [PROPOSED_TOKENS] * depths
         if start is not None and self.heads is not None and self.heads.is_sequential:
             rows = [SelfDraftRows() for _ in requests]
             if own is not None:
@@ -144,7 +144,7 @@ class HeadDrafter:
         return self._at_once(requests, states[: len(widths)], widths, free)
 
     def own_top(
-        self, requests: Sequence[HeadRequest], own: torch.Tensor, width: int = OFFERED_TOKENS
+        self, requests: Sequence[HeadRequest], own: torch.Tensor, width: int = PROPOSED_TOKENS
     ) -> tuple[list[list[int]], list[list[float]]]:
         """What a draft pass says of each request: tokens and probabilities, ``[requests][width]``.
 
@@ -171,15 +171,15 @@ class HeadDrafter:
             logits = self.model.compute_logits(torch.cat(self.heads(start)))
             req_ids = [request.req_id for request in requests] * self.heads.num_heads
             tokens, values = self._top(
-                self.tree_sampler.draft_probabilities(logits, req_ids), OFFERED_TOKENS
+                self.tree_sampler.draft_probabilities(logits, req_ids), PROPOSED_TOKENS
             )
             return [
                 _below_passes(rows, tokens[i :: len(requests)], values[i :: len(requests)])
                 for i, rows in enumerate(own)
             ]
         found: dict[int, HeadProposals] = {}
-        widths = [OFFERED_TOKENS] * self.heads.num_heads
-        # Heads of a descent are all at one depth.
+        widths = [PROPOSED_TOKENS] * self.heads.num_heads
+        # Heads of a head beam are all at one depth.
         for depth in sorted({len(rows.tokens) for rows in own}):
             places = [i for i, rows in enumerate(own) if len(rows.tokens) == depth]
             some = [requests[i] for i in places]
@@ -190,17 +190,17 @@ class HeadDrafter:
         num_passes = sum({c.own_depths: c.num_passes for c in found.values()}.values())
         return [replace(found[i], num_passes=num_passes) for i in range(len(own))]
 
-    def alone(self) -> object:
+    def dummy_run(self) -> object:
         """What heads do in one pass for one request, apart from its constraints (cost curve)."""
         assert self.heads is not None
-        if self._descent is not None:
-            return self._descent.alone()
+        if self._head_beam is not None:
+            return self._head_beam.dummy_run()
         start = torch.ones(1, self.hidden_size, dtype=self.dtype, device=self.device)
         if self.heads.is_sequential:
             _, reads = self.heads.run_head(0, start, self._embedded([0]))
         else:
             reads = torch.cat(self.heads(start))
-        return self._top(self._own_logits(reads).float().softmax(dim=-1), OFFERED_TOKENS)[0]
+        return self._top(self._own_logits(reads).float().softmax(dim=-1), PROPOSED_TOKENS)[0]
 
     def _at_once(
         self,
@@ -239,7 +239,7 @@ class HeadDrafter:
         paths = self._below_own_rows(grown, requests, own)
         num_passes = 0
         sees_noise = False
-        if self._descent is not None and paths:
+        if self._head_beam is not None and paths:
             num_passes = self._descend(grown, requests, paths, start, own_depths)
             sees_noise = num_passes > 0
         if not sees_noise:
@@ -327,7 +327,7 @@ class HeadDrafter:
 
         Returns the passes it took; 0: nothing was done, these requests need another way.
         """
-        assert self._descent is not None
+        assert self._head_beam is not None
         launched, self._launched = self._launched, ()
         started = {id(request): place for place, request in enumerate(launched)}
         if depth == 0 and all(id(request) in started for request in requests):
@@ -339,7 +339,7 @@ class HeadDrafter:
         # By place in the level above: the path, and the row that it leads to. Who was launched and
         # is not asked about has none.
         above = {place: (path, path.row) for place, path in zip(places, paths, strict=True)}
-        levels = self._descent.found()
+        levels = self._head_beam.found_rows()
         for number, level in enumerate(levels):
             below: dict[int, tuple[_Path, int]] = {}
             for place, found in enumerate(level):
@@ -351,12 +351,12 @@ class HeadDrafter:
                 row = grown[path.request].add(found.tokens, found.probabilities, path)
                 below[place] = (path, row)
             above = below
-        return 1 if self._descent.runs_ahead else len(levels)
+        return 1 if self._head_beam.runs_ahead else len(levels)
 
     @property
     def runs_ahead(self) -> bool:
         """Whether :meth:`launch_free` may do anything."""
-        return self._descent is not None and self._descent.runs_ahead
+        return self._head_beam is not None and self._head_beam.runs_ahead
 
     def may_begin(self, req_id: str) -> bool:
         """Whether :meth:`launch_free` serves a request: not one whose constraints need the whole
@@ -380,10 +380,10 @@ class HeadDrafter:
         start: torch.Tensor,
         depth: int,
     ) -> bool:
-        assert self._descent is not None
+        assert self._head_beam is not None
         assert self._part is not None
         states = self.tree_sampler.states([request.req_id for request in requests])
-        return self._part.suffices(states) and self._descent.launch(
+        return self._part.suffices(states) and self._head_beam.launch_search(
             states,
             [request.noise is not None for request in requests],
             [BeamRoot(path.request, path.token, path.chance) for path in paths],

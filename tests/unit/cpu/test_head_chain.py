@@ -80,23 +80,23 @@ def test_the_rows_are_those_of_the_modules_along_the_same_paths(hidden, width, v
         [torch.where(marks, positive, outside), torch.where(marks, negative, outside)], dim=1
     )  # [requests, 2, vocabulary], of positive and of negative logits
     # One request has no path at all, another two.
-    starts = [(0, 1.0), (1, 0.9), (3, 0.7), (3, 0.3), (4, 1.0)]
-    embedded = torch.randn(len(starts), hidden, generator=generator).bfloat16().float()
+    roots = [(0, 1.0), (1, 0.9), (3, 0.7), (3, 0.3), (4, 1.0)]
+    embedded = torch.randn(len(roots), hidden, generator=generator).bfloat16().float()
     noises = [None] * count
     if power is not None:
         draws = [SeedDraws(torch.Generator().manual_seed(i)) for i in range(count)]
         noises = [(d, power) for d in draws]
         noises[1] = None
 
-    levels = CpuHeadChain(heads, lm_rows, embeddings).descend(
+    levels = CpuHeadChain(heads, lm_rows, embeddings).search(
         start,
-        starts,
+        roots,
         bits(embedded),
         given,
         [n and HeadNoise([n[0].key_at(level) for level in range(3)], n[1]) for n in noises],
         0.05,
     )
-    assert [row["request"] for row in levels[0]] == [request for request, _ in starts]
+    assert [row["request"] for row in levels[0]] == [request for request, _ in roots]
     assert len(levels) > 1
     place_of = {token: place for place, token in enumerate(heads.vocabulary.tolist())}
     states = start
@@ -122,8 +122,8 @@ def test_the_rows_are_those_of_the_modules_along_the_same_paths(hidden, width, v
             tolerance = 5e-3 if noises[request] is None else 2e-2
             best = expected.topk(TOP).values
             assert np.allclose(row["chances"], best, atol=tolerance), (level, number)
-            said = expected[[place_of[token] for token in row["tokens"]]]
-            assert np.allclose(row["chances"], said, atol=tolerance)
+            expected_chances = expected[[place_of[token] for token in row["tokens"]]]
+            assert np.allclose(row["chances"], expected_chances, atol=tolerance)
             assert (np.diff(row["chances"]) <= 0).all()
         for request in {int(row["request"]) for row in rows}:
             assert sum(row["request"] == request for row in rows) <= BEAM_WIDTH
@@ -134,20 +134,20 @@ def test_the_best_paths_are_followed_and_no_others():
     heads, lm_rows, embeddings = made(64, 96, 16)
     chain = CpuHeadChain(heads, lm_rows * 0.3, embeddings)
     arguments = torch.randn(1, 64), [(0, 1.0)], bits(torch.randn(1, 64)), [same(16)]
-    levels = [rows.copy() for rows in chain.descend(*arguments, [None], 0.0)]
+    levels = [rows.copy() for rows in chain.search(*arguments, [None], 0.0)]
     assert len(levels) == 3
     for above, rows in pairwise(levels):
         chances = (above["chance"][:, None] * above["chances"]).flatten()
         best = np.sort(chances)[::-1][:BEAM_WIDTH]
         assert np.allclose(rows["chance"], best)
     too_much = float(levels[1]["chance"].max()) * 1.01
-    assert len(chain.descend(*arguments, [None], too_much)) == 1
+    assert len(chain.search(*arguments, [None], too_much)) == 1
 
 
 def test_of_equals_the_one_that_comes_first_is_ahead():
     heads, lm_rows, embeddings = made(64, 96, 32)
     lm_rows[:] = lm_rows[0]
-    [rows] = CpuHeadChain(heads, lm_rows, embeddings).descend(
+    [rows] = CpuHeadChain(heads, lm_rows, embeddings).search(
         torch.randn(1, 64), [(0, 1.0)], bits(torch.randn(1, 64)), [same(32)], [None], 0.5
     )
     assert rows["tokens"].tolist() == [heads.vocabulary[:TOP].tolist()]
@@ -157,7 +157,7 @@ def test_of_equals_the_one_that_comes_first_is_ahead():
 def test_where_the_noise_counts_tokens_far_below_the_likeliest_are_not_offered():
     heads, lm_rows, embeddings = made(64, 96, 32)
     noise = HeadNoise([1, 2, 3], 0.5)
-    [rows] = CpuHeadChain(heads, lm_rows, embeddings).descend(
+    [rows] = CpuHeadChain(heads, lm_rows, embeddings).search(
         torch.randn(1, 64),
         [(0, 1.0)],
         bits(torch.randn(1, 64)),
@@ -180,10 +180,10 @@ heads = DraftHeads("sequential", 3, 64, 1e-5, 96, vocabulary=torch.arange(500))
 for layer in heads.layers:
     torch.nn.init.normal_(layer.down.weight)
 chain = CpuHeadChain(heads, torch.randn(500, 64), torch.randn(500, 64))
-starts = [(request, 1.0) for request in range(16)]
+roots = [(request, 1.0) for request in range(16)]
 states, embedded = torch.randn(16, 64), torch.randn(16, 64).bfloat16().view(torch.int16).numpy()
 scales = [LogitScales(np.zeros(500, np.uint8), 1.0, 1.0, 1.0)] * 16
-levels = chain.descend(states, starts, embedded, scales, [None] * 16, 0.0)
+levels = chain.search(states, roots, embedded, scales, [None] * 16, 0.0)
 names = ("above", "tokens", "chances")
 print(json.dumps([{name: rows[name].tolist() for name in names} for rows in levels]))
 """
@@ -191,7 +191,7 @@ print(json.dumps([{name: rows[name].tolist() for name in names} for rows in leve
 
 @pytest.mark.slow
 def test_drafts_do_not_depend_on_the_number_of_threads():
-    said = [
+    expected_chances = [
         json.loads(
             subprocess.run(
                 [sys.executable, "-c", SCRIPT, threads],
@@ -203,7 +203,7 @@ def test_drafts_do_not_depend_on_the_number_of_threads():
         )
         for threads in ("1", "2", "3")
     ]
-    assert len(said[0]) == 3
-    for others in said[1:]:
-        for rows, expected in zip(others, said[0], strict=True):
+    assert len(expected_chances[0]) == 3
+    for others in expected_chances[1:]:
+        for rows, expected in zip(others, expected_chances[0], strict=True):
             assert rows == expected

@@ -33,7 +33,7 @@ from vllm_tokenswift.heads.model import DraftHeads, SequentialHead
 from vllm_tokenswift.sampling.draft_vocabulary import DraftVocabulary
 from vllm_tokenswift.sampling.sampling_state import SamplingState
 
-_COUNTS = (1, 2, 4, 8, 16)  # requests of a captured descent
+_COUNTS = (1, 2, 4, 8, 16)  # requests of a captured search
 # The likeliest tokens are found by one program a path: beyond this its registers run out.
 MAX_VOCABULARY = 32768
 
@@ -41,9 +41,13 @@ MAX_VOCABULARY = 32768
 class HeadBeamGraphs:
     """See :class:`~vllm_tokenswift.engine.head_beam.HeadBeam`.
 
-    heads: of the sequential form. part: the vocabulary they propose, at most
-    ``MAX_VOCABULARY`` tokens. lm_rows: ``[part, hidden]``, the LM head's rows of it.
-    least_chance: of a path that is followed. max_requests: most requests of a batch.
+    Args:
+        heads: of the sequential form.
+        part: the vocabulary they propose, at most ``MAX_VOCABULARY`` tokens.
+        lm_rows: ``[part, hidden]``, the LM head's rows of it.
+        embed: of the target's input tokens.
+        least_chance: of a path that is followed, 0 to 1.
+        max_requests: most requests of a batch.
     """
 
     runs_ahead = True
@@ -59,45 +63,48 @@ class HeadBeamGraphs:
         max_requests: int,
     ) -> None:
         counts = [count for count in _COUNTS if count <= max_requests]
-        self._descents = [
+        self._beams = [
             _BeamGraph(heads, part, lm_rows, embed, least_chance, count) for count in counts
         ]
-        self._last = self._descents[0]
-        largest_first = self._descents[::-1]
-        runs = captured([descent.launch for descent in largest_first], lm_rows.device)
-        for descent, run_all in zip(largest_first, runs, strict=True):
-            descent.run_all = run_all
+        self._last = self._beams[0]
+        largest_first = self._beams[::-1]
+        runs = captured([beam.launch for beam in largest_first], lm_rows.device)
+        for beam, run_all in zip(largest_first, runs, strict=True):
+            beam.run_all = run_all
 
     @torch.inference_mode()
-    def launch(
+    def launch_search(
         self,
         states: Sequence[SamplingState],
         sees_noise: Sequence[bool],
-        starts: Sequence[BeamRoot],
+        roots: Sequence[BeamRoot],
         hidden: torch.Tensor,
         depth: int,
     ) -> bool:
-        if len(states) > self._descents[-1].count:
+        if len(states) > self._beams[-1].count:
             return False
-        self._last = next(d for d in self._descents if d.count >= len(states))
-        self._last.fill(states, sees_noise, starts, depth)
+        self._last = next(beam for beam in self._beams if beam.count >= len(states))
+        self._last.fill(states, sees_noise, roots, depth)
         self._last.run(hidden)
         return True
 
-    def found(self) -> list[list[BeamRow]]:
-        return self._last.found()
+    def found_rows(self) -> list[list[BeamRow]]:
+        return self._last.found_rows()
 
     @torch.inference_mode()
-    def alone(self) -> object:
-        descent = self._descents[0]
-        descent.entries[0].fill(0)
-        descent.chances[0, 0, 0] = 1.0
-        descent.run(torch.ones_like(descent.start))
-        return descent.found()
+    def dummy_run(self) -> object:
+        beam = self._beams[0]
+        beam.entries[0].fill(0)
+        beam.chances[0, 0, 0] = 1.0
+        beam.run(torch.ones_like(beam.start))
+        return beam.found_rows()
 
 
 class _BeamGraph:
-    """The descent of ``count`` requests: its buffers, and on a GPU the graph that reads them."""
+    """The search of ``count`` requests: its buffers, and on a GPU the graph that reads them.
+
+    The arguments are those of :class:`HeadBeamGraphs`; see there.
+    """
 
     def __init__(
         self,
@@ -152,12 +159,12 @@ class _BeamGraph:
         self,
         states: Sequence[SamplingState],
         sees_noise: Sequence[bool],
-        starts: Sequence[BeamRoot],
+        roots: Sequence[BeamRoot],
         depth: int,
     ) -> None:
-        """Lays out the inputs on the host; see :class:`HeadBeam`."""
+        """Lays out the inputs on the host; see :meth:`HeadBeam.launch_search`."""
         if self._done is not None:
-            self._done.synchronize()  # a descent that nobody asked about may still read this
+            self._done.synchronize()  # a search that nobody asked about may still read this
         entries, chances = self.entries[0], self.chances[0]
         chances[:, 0] = 0.0
         entries[:, 1] = 0
@@ -172,15 +179,15 @@ class _BeamGraph:
             self._scales[index] = (plain, positive, negative, power)
             self._penalised[index] = self._part.in_window(state)
         rank = 0
-        for number, start in enumerate(starts):
-            rank = rank + 1 if number and starts[number - 1].request == start.request else 0
-            path = start.request * BEAM_WIDTH + rank
-            self._tokens[path] = start.token
-            chances[path, 0] = start.chance
-            entries[path, 1] = start.request
+        for number, root in enumerate(roots):
+            rank = rank + 1 if number and roots[number - 1].request == root.request else 0
+            path = root.request * BEAM_WIDTH + rank
+            self._tokens[path] = root.token
+            chances[path, 0] = root.chance
+            entries[path, 1] = root.request
 
     def run(self, hidden: torch.Tensor) -> None:
-        """hidden: ``[requests, hidden]``, at most ``count`` of them."""
+        """Launches the search; hidden: ``[requests, hidden]``, at most ``count`` of them."""
         self.start[: len(hidden)].copy_(hidden)
         self.run_all()
         if self._done is not None:
@@ -227,7 +234,7 @@ class _BeamGraph:
             states = hidden
         self._staged.to_host("entries")
 
-    def found(self) -> list[list[BeamRow]]:
+    def found_rows(self) -> list[list[BeamRow]]:
         """Waits for the run, and reads what it wrote."""
         if self._done is not None:
             self._done.synchronize()

@@ -6,7 +6,7 @@ what one head adds below all paths: an *entry* of ``ENTRY`` 32-bit words a path,
 the host in one copy (``cuda/heads/beam_graph.py``):
 
     0        the path's chance (float32; 0: no path stands here)
-    1        the state it goes on from: a row of the level above (of the start, at level 0)
+    1        the state it goes on from: a row of the level above (of the requests, at level 0)
     2        which of that row's tokens it follows
     3        unused
     4..11    the ``WIDTH`` likeliest tokens below it, likeliest first
@@ -31,9 +31,9 @@ import triton.language as tl
 from vllm.v1.worker.gpu.sample.gumbel import murmur3_uniform32
 
 from vllm_tokenswift.cuda.top_entries import keep_largest, kept_of_row
-from vllm_tokenswift.engine.head_beam import BEAM_WIDTH, OFFERED_TOKENS
+from vllm_tokenswift.engine.head_beam import BEAM_WIDTH, PROPOSED_TOKENS
 
-WIDTH = OFFERED_TOKENS
+WIDTH = PROPOSED_TOKENS
 ENTRY = 4 + 2 * WIDTH
 # Scales of a request, and the power of its noise: see :func:`top_tokens`.
 SCALES = 4
@@ -202,9 +202,15 @@ def enter_head(
 ) -> None:
     """Fetches each path's state into ``hidden``, and into ``both`` what the head reads.
 
-    entries: int32 ``[paths, ENTRY]``. states: ``[rows, hidden]``. embedded, hidden: ``[paths,
-    hidden]``. state_weight, token_weight: ``[hidden]``, of the two norms. both: ``[paths, 2 *
-    hidden]``. ``hidden`` must not overlap ``states``.
+    Args:
+        entries: int32 ``[paths, ENTRY]``, of this level; read.
+        states: ``[rows, hidden]``, of the level above.
+        embedded: ``[paths, hidden]``, of the token that each path ends with.
+        state_weight: ``[hidden]``, of the state's norm.
+        token_weight: ``[hidden]``, of the token's norm.
+        eps: of both norms.
+        hidden: ``[paths, hidden]``, written; must not overlap ``states``.
+        both: ``[paths, 2 * hidden]``, written.
     """
     paths, size = hidden.shape
     _enter_kernel[(paths,)](
@@ -216,9 +222,14 @@ def enter_head(
 def leave_head(
     hidden: torch.Tensor, moved: torch.Tensor, weight: torch.Tensor, eps: float, read: torch.Tensor
 ) -> None:
-    """Adds what the head found to the states, and norms them for the LM head into ``read``.
+    """Adds what the head found to the states, and norms them for the LM head.
 
-    hidden, moved, read: ``[paths, hidden]``; weight: ``[hidden]``, of the norm.
+    Args:
+        hidden: ``[paths, hidden]``, the states, changed in place.
+        moved: ``[paths, hidden]``, what the head found.
+        weight: ``[hidden]``, of the norm.
+        eps: of the norm.
+        read: ``[paths, hidden]``, what the LM head reads, written.
     """
     paths, size = hidden.shape
     _leave_kernel[(paths,)](
@@ -238,11 +249,17 @@ def top_tokens(
 ) -> None:
     """Writes each path's likeliest tokens and their chances into its entry.
 
-    logits: ``[paths, part]``. penalised: uint8 ``[requests, part]``, tokens in the window.
-    scales: float32 ``[requests, SCALES]``: what logits are multiplied by; penalised positive
-    ones; penalised negative ones; the power of the noise (0: none is looked at).
-    vocabulary: int64 ``[part]``. entries: int32 ``[paths, ENTRY]``. seeds, positions: int64
-    ``[requests]``; positions of the token before the first level's.
+    Args:
+        logits: ``[paths, part]``.
+        penalised: uint8 ``[requests, part]``, 1 for tokens in the window.
+        scales: float32 ``[requests, SCALES]``: what logits are multiplied by; penalised
+            positive ones; penalised negative ones; the power of the noise (0: none is looked
+            at).
+        vocabulary: int64 ``[part]``, token ids.
+        entries: int32 ``[paths, ENTRY]``, written.
+        seeds: int64 ``[requests]``.
+        positions: int64 ``[requests]``, of the token before the first level's.
+        level: of the entries, from 0.
     """
     paths, part = logits.shape
     num_chunks = triton.cdiv(part, _CHUNK)
@@ -260,9 +277,12 @@ def top_tokens(
 
 
 def choose_paths(entries: torch.Tensor, tokens: torch.Tensor, least_chance: float) -> None:
-    """Chooses the paths of the next level; writes the heads of its entries, and their tokens.
+    """Chooses the paths of the next level; writes the first words of its entries.
 
-    entries: int32 ``[2, paths, ENTRY]``, this level and the next. tokens: int64 ``[paths]``.
+    Args:
+        entries: int32 ``[2, paths, ENTRY]``, this level and the next.
+        tokens: int64 ``[paths]``, takes the tokens that the next level's paths end with.
+        least_chance: of a path that is followed, 0 to 1.
     """
     paths = entries.shape[1]
     _choose_kernel[(paths // BEAM_WIDTH,)](

@@ -48,7 +48,7 @@ def sequential_heads(generator: torch.Generator) -> DraftHeads:
 
 
 def requests_of(tree_sampler: CUDATreeSampler) -> None:
-    """One of every kind that a descent serves, by name."""
+    """One of every kind that a head beam serves, by name."""
     penalty = {"penalty_theta": 1.3, "penalty_window": 8}
     kinds: dict[str, dict[str, Any]] = {
         "greedy": {"temperature": 0},
@@ -120,7 +120,7 @@ KINDS = ["greedy", "seeded", "penalised", "greedy and penalised"]
 
 @pytest.mark.parametrize("with_own", [False, True])
 @pytest.mark.parametrize("req_ids", [["greedy"], ["seeded"], KINDS[1:], KINDS])
-def test_a_descent_finds_what_heads_find_one_by_one(
+def test_a_head_beam_finds_what_heads_find_one_by_one(
     req_ids: list[str], with_own: bool, device: torch.device
 ) -> None:
     at_once, one_by_one = head_drafts(device, True), head_drafts(device, False)
@@ -183,7 +183,7 @@ def test_any_of_those_whose_heads_began_early_may_be_asked_about(
     start = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(2)).to(device)
     requests = [HeadRequest(name, 10 + i, None) for i, name in enumerate(KINDS)]
     early.launch_free(requests, start)
-    # A second descent would be seen.
+    # A second search would be seen.
     monkeypatch.setattr(early, "_launch", lambda *_: pytest.fail("launched once more"))
     rows = [KINDS.index(name) for name in asked]
     some = [requests[row] for row in rows]
@@ -215,5 +215,5 @@ def test_batches_too_large_and_requests_of_another_kind_go_from_head_to_head(
     assert biased.num_passes > 1 or len(biased.tokens) == 1
 
 
-def test_a_descent_can_be_timed_alone(device: torch.device) -> None:
-    assert head_drafts(device, True).alone()
+def test_a_head_beam_can_be_timed_alone(device: torch.device) -> None:
+    assert head_drafts(device, True).dummy_run()
