@@ -1,4 +1,4 @@
-"""What a draft pass and the heads offer: from hidden states to rows of likely tokens.
+"""What a draft pass and the heads propose: from hidden states to rows of likely tokens.
 
 Heads that do not look at tokens answer for every depth at once: one pass of the LM head over
 all of them. Sequential heads go depth by depth along the likeliest paths, since each has to
@@ -182,9 +182,9 @@ class HeadDrafter:
         # Heads of a head beam are all at one depth.
         for depth in sorted({len(rows.tokens) for rows in own}):
             places = [i for i, rows in enumerate(own) if len(rows.tokens) == depth]
-            some = [requests[i] for i in places]
+            at_depth = [requests[i] for i in places]
             states = start if len(places) == len(own) else torch.stack([start[i] for i in places])
-            candidates = self._along_paths(some, [own[i] for i in places], states, widths)
+            candidates = self._along_paths(at_depth, [own[i] for i in places], states, widths)
             found.update(zip(places, candidates, strict=True))
         # Each depth has waited for the others.
         num_passes = sum({c.own_depths: c.num_passes for c in found.values()}.values())
